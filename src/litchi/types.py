@@ -1,0 +1,232 @@
+"""What crosses a boundary: a line of data on its way to a loss.
+
+    train.jsonl -> Sample -> Example -> Batch -> StepResult
+
+Everything here is frozen and says what it guarantees. This module imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+IGNORE = -100  # the label of a token that is not trained on, as in torch's cross entropy
+
+
+@dataclass(frozen=True)
+class Source:
+    """A line of a file, counted from 1."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Media:
+    """A picture or a video: an absolute path, or the bytes themselves. Exactly one of `path` and `data` is set."""
+
+    kind: Literal["image", "video"]
+    path: str | None = None
+    data: bytes | None = field(default=None, repr=False)
+    start_s: float | None = None
+    end_s: float | None = None
+    fps: float | None = None
+
+    @cached_property
+    def key(self) -> str:
+        """Identity: two media with the same key are the same picture and are encoded once."""
+        name = self.path if self.path is not None else "sha256:" + hashlib.sha256(self.data or b"").hexdigest()
+        cut = (self.start_s, self.end_s, self.fps)
+        return name if cut == (None, None, None) else f"{name}#{cut}"
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.path if self.path is not None else f"<{len(self.data or b'')} bytes of {self.kind}>"
+
+
+Part = str | Media  # literal text, or a picture or video in its place
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message. `train` is meaningful for the assistant only."""
+
+    role: Literal["system", "user", "assistant"]
+    parts: tuple[Part, ...]
+    train: bool = True
+
+
+@dataclass(frozen=True)
+class ChatSample:
+    """A parsed chat line. Its last turn is the assistant's; marks and media agree."""
+
+    source: Source
+    id: str
+    turns: tuple[Turn, ...]
+    fields: Mapping[str, Any] = field(default_factory=dict)  # the row's other fields, for slices
+
+
+@dataclass(frozen=True)
+class Content:
+    """A query or a document: media first, then text; one of them may be empty, not both."""
+
+    text: str
+    media: tuple[Media, ...] = ()
+
+
+@dataclass(frozen=True)
+class Document:
+    """A candidate of a group. `label` is 1.0 / 0.0 for pos_doc / neg_docs, a grade otherwise."""
+
+    id: str
+    content: Content
+    label: float
+
+
+@dataclass(frozen=True)
+class RerankSample:
+    """A parsed rerank line: a query with its documents in the order of the file (positives first)."""
+
+    source: Source
+    id: str
+    query: Content
+    documents: tuple[Document, ...]
+    instruction: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+Sample = ChatSample | RerankSample
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something to say about a row. `code` is a stable word such as `unreadable_media` or `too_long`."""
+
+    file: str
+    line: int
+    severity: Literal["error", "warning"]
+    code: str
+    message: str
+
+
+@dataclass(frozen=True)
+class VisionSpec:
+    """How the family cuts pictures into tokens; read from the model's config and processor.
+
+    A patch is `patch` x `patch` pixels; `merge` x `merge` patches make one token; `window` is the side, in pixels,
+    of an attention window (None: no windows). `min_pixels` and `max_pixels` are the pixel budget of a picture.
+    """
+
+    patch: int
+    merge: int
+    temporal: int
+    window: int | None
+    min_pixels: int
+    max_pixels: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+    @property
+    def factor(self) -> int:
+        """Sides of a resized picture are multiples of this many pixels."""
+        return self.patch * self.merge
+
+
+@dataclass(frozen=True)
+class PlacedMedia:
+    """A picture in an example: its grid (frames, rows, columns) in patches."""
+
+    media: Media
+    grid: tuple[int, int, int]
+
+    def tokens(self, merge: int) -> int:
+        t, h, w = self.grid
+        return t * h * w // (merge * merge)
+
+    @property
+    def patches(self) -> int:
+        t, h, w = self.grid
+        return t * h * w
+
+
+@dataclass(frozen=True)
+class Example:
+    """A rendered sample: spans of tokens in a tree. Never split between micro-batches.
+
+    `spans` are (start, end, parent) over the one token stream, parents before children, -1 for a root. A token
+    attends to itself and what stands before it in its span, and to all of its ancestors. `media_at[i]` is
+    (media number, first token) of the i-th placeholder run; a media number may appear more than once.
+    `labels` holds the token's own id where it is trained on (chat), IGNORE elsewhere.
+    `scored` are the tokens whose hidden state gives a score (rerank), one per document, with `doc_ids`, `targets`.
+    """
+
+    id: str
+    source: Source
+    ids: np.ndarray  # int32 [T]
+    labels: np.ndarray  # int32 [T]
+    spans: tuple[tuple[int, int, int], ...]
+    media: tuple[PlacedMedia, ...] = ()
+    media_at: tuple[tuple[int, int], ...] = ()
+    scored: tuple[int, ...] = ()
+    doc_ids: tuple[str, ...] = ()
+    targets: tuple[float, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def patches(self) -> int:
+        return sum(m.patches for m in self.media)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch of one rank: a forest of spans on one token stream, without padding.
+
+    T tokens, M distinct pictures of P patches together, N = P / merge^2 picture features, R rows whose hidden state
+    is needed. An empty batch (T = 1, units = 0, weight 0) lets a rank with nothing to learn take part.
+    """
+
+    ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [3, T]: time, height, width of M-RoPE
+    spans: tuple[tuple[int, int, int], ...]  # (start, end, parent)
+    pixels: Tensor  # uint8 [P, 3 * patch * patch], patches in merge order
+    grids: tuple[tuple[int, int, int], ...]  # [M]
+    image_at: Tensor  # int64 [K]: token of the k-th picture token in the stream
+    image_from: Tensor  # int64 [K]: row of the feature that belongs there, in 0..N-1
+    rows: Tensor  # int64 [R]: tokens whose hidden state goes to the head
+    targets: Tensor  # chat: int64 [R], the next token; rerank: float32 [R], the label
+    groups: tuple[tuple[int, int], ...]  # rerank: rows [a, b) of each group
+    doc_ids: tuple[str, ...]  # rerank: name of each row
+    samples: tuple[str, ...]  # id of each example
+    units: int  # what this batch adds to the divisor of the loss
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step on all ranks; the same on every rank."""
+
+    step: int
+    loss: float  # sum of losses over all ranks / units over all ranks
+    units: int
+    grad_norm: float
+    lr: float
+    tokens: int
+    pixels: int
+    skipped: bool
