@@ -1,0 +1,124 @@
+"""Examples -> Batch: one flat token stream, each distinct picture once, no padding.
+
+The pictures come decoded (patches by media key); this file only places things. It is the same for training,
+evaluation, generation and serving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from litchi.batch.positions import forest_positions
+from litchi.data.processor import END_OF_TEXT, IMAGE_PAD, Processor
+from litchi.types import IGNORE, Batch, Example
+
+CountUnits = Callable[[torch.Tensor, Sequence[tuple[int, int]]], int]
+
+
+def collate(
+    examples: Sequence[Example],
+    patches: Mapping[str, np.ndarray],
+    processor: Processor,
+    count_units: CountUnits | None = None,
+) -> Batch:
+    """Lay examples side by side.
+
+    Args:
+        examples: at least none; without one the batch is the empty batch of one ignored token.
+        patches: media key -> uint8 [patches, 3 * patch * patch].
+        processor: for the merge size and token ids.
+        count_units: (targets, groups) -> what the loss is divided by; counts targets when left out.
+
+    Raises:
+        AssertionError: a picture's features and its tokens do not agree (never reached by checked data).
+    """
+    if not examples:
+        return _empty_batch(processor)
+    merge = processor.vision.merge
+    features, grids, pixels = _place_pictures(examples, patches, merge)
+    spans: list[tuple[int, int, int]] = []
+    runs: dict[int, tuple[int, int, int]] = {}
+    image_at, image_from, rows, targets = [], [], [], []
+    groups: list[tuple[int, int]] = []
+    offset = 0
+    for example in examples:
+        base = len(spans)
+        spans += [(a + offset, b + offset, p + base if p >= 0 else -1) for a, b, p in example.spans]
+        for number, at in example.media_at:
+            media = example.media[number]
+            first, count = features[media.media.key]
+            runs[at + offset] = media.grid
+            image_at.append(np.arange(at + offset, at + offset + count))
+            image_from.append(np.arange(first, first + count))
+        new_rows, new_targets = _needed_rows(example)
+        if example.scored:
+            groups.append((sum(map(len, rows)), sum(map(len, rows)) + len(new_rows)))
+        rows.append(new_rows + offset)
+        targets.append(new_targets)
+        offset += example.tokens
+    ids = np.concatenate([e.ids for e in examples]).astype(np.int64)
+    at = np.concatenate(image_at) if image_at else np.zeros(0, np.int64)
+    assert (ids == processor.control(IMAGE_PAD)).sum() == len(at), "picture tokens and picture features differ"
+    target = torch.from_numpy(np.concatenate(targets))
+    return Batch(
+        ids=torch.from_numpy(ids),
+        positions=torch.from_numpy(forest_positions(spans, runs, merge)),
+        spans=tuple(spans),
+        pixels=torch.from_numpy(pixels),
+        grids=tuple(grids),
+        image_at=torch.from_numpy(at),
+        image_from=torch.from_numpy(np.concatenate(image_from) if image_from else np.zeros(0, np.int64)),
+        rows=torch.from_numpy(np.concatenate(rows)),
+        targets=target,
+        groups=tuple(groups),
+        doc_ids=tuple(d for e in examples for d in e.doc_ids),
+        samples=tuple(e.id for e in examples),
+        units=len(target) if count_units is None else count_units(target, groups),
+    )
+
+
+def _place_pictures(examples: Sequence[Example], patches: Mapping[str, np.ndarray], merge: int):
+    """Each distinct picture once: key -> (first feature row, number of rows), grids, all patches."""
+    features: dict[str, tuple[int, int]] = {}
+    grids, pixels, first = [], [], 0
+    for example in examples:
+        for media in example.media:
+            if media.media.key not in features:
+                count = media.tokens(merge)
+                features[media.media.key] = (first, count)
+                grids.append(media.grid)
+                pixels.append(patches[media.media.key])
+                assert len(pixels[-1]) == media.patches, f"{media.media.name}: patches and grid differ"
+                first += count
+    return features, grids, np.concatenate(pixels) if pixels else np.zeros((0, 0), np.uint8)
+
+
+def _needed_rows(example: Example) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens whose hidden state goes to the head, and what it is compared with."""
+    if example.scored:
+        return np.array(example.scored, np.int64), np.array(example.targets, np.float32)
+    labels = example.labels[1:]
+    rows = np.flatnonzero(labels != IGNORE)
+    return rows, labels[rows].astype(np.int64)
+
+
+def _empty_batch(processor: Processor) -> Batch:
+    none = torch.zeros(0, dtype=torch.int64)
+    return Batch(
+        ids=torch.tensor([processor.control(END_OF_TEXT)]),
+        positions=torch.zeros(3, 1, dtype=torch.int64),
+        spans=((0, 1, -1),),
+        pixels=torch.zeros(0, 0, dtype=torch.uint8),
+        grids=(),
+        image_at=none,
+        image_from=none,
+        rows=none,
+        targets=none,
+        groups=(),
+        doc_ids=(),
+        samples=(),
+        units=0,
+    )

@@ -1,0 +1,359 @@
+"""The exact cost of every row, known before the first step: tokens from headers, without decoding for the count.
+
+file -> Lines -> (parse, check pictures, render) -> SourceIndex. What is scanned once is cached by the file's identity,
+the renderer's and the pictures'; on several ranks each scans a share (`gather` brings the shares together).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from litchi.batch.schedule import choose_negatives
+from litchi.data.jsonl import Lines, RowError, read_offsets
+from litchi.data.media import Header, MediaError, grid_of, media_warnings
+from litchi.data.render import Renderer
+from litchi.data.verdicts import Verdict, cache_root, check_media
+from litchi.types import ChatSample, Example, Finding, Media, RerankSample, Sample, Source
+
+INDEX_VERSION = 1  # raise when a change alters what a scan finds
+CHUNK_ROWS = 256  # rows a worker scans between two signs of progress
+EXCLUDED = {"no_answer", "nothing_to_learn", "too_long"}  # rows that are left out without being wrong
+
+Gather = Callable[[Any], list[Any]]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class RowCost:
+    """A usable row. For a group, `documents` are the numbers that may take part, `lengths` their prompts' tokens."""
+
+    line: int  # number into Lines, from 0
+    id: str
+    tokens: int  # of the whole row: for a group, with its prefix counted once
+    patches: int
+    prefix: int = 0
+    documents: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    positives: int = 0  # the first of `documents`; the others are negatives
+
+    def chosen(self, seed: int, epoch: int, wanted: int | None) -> tuple[int, ...] | None:
+        """Documents that take part in an epoch: all positives and the chosen negatives. None for chat."""
+        if not self.documents:
+            return None
+        negatives = self.documents[self.positives :]
+        picked = choose_negatives(seed, epoch, self.id, len(negatives), wanted)
+        return self.documents[: self.positives] + tuple(negatives[i] for i in picked)
+
+    def cost(self, chosen: Sequence[int] | None) -> int:
+        """Tokens of the row with these documents (their prefix is at least the whole group's)."""
+        if chosen is None:
+            return self.tokens
+        length = dict(zip(self.documents, self.lengths, strict=True))
+        return self.prefix + sum(length[d] - self.prefix for d in chosen)
+
+
+@dataclass(frozen=True)
+class SourceIndex:
+    """One file, scanned: its usable rows with their costs, and what was found in the others."""
+
+    path: str
+    name: str
+    lines: Lines
+    rows: tuple[RowCost, ...]
+    findings: tuple[Finding, ...]
+    media: dict[str, tuple[int, int]] = field(repr=False)  # path -> (size, mtime_ns) when it was scanned
+
+    @property
+    def bad(self) -> tuple[Finding, ...]:
+        return tuple(f for f in self.findings if f.severity == "error")
+
+    @property
+    def tokens(self) -> int:
+        return sum(r.tokens for r in self.rows)
+
+    @property
+    def patches(self) -> int:
+        return sum(r.patches for r in self.rows)
+
+    def source(self, row: RowCost) -> Source:
+        return Source(self.path, int(self.lines.numbers[row.line]))
+
+    def load(self, row: RowCost, renderer: Renderer) -> Sample:
+        """Read and parse a usable row again."""
+        return renderer.parse(self.lines.read(row.line), self.source(row), require_labels=False)[0]
+
+
+@dataclass(frozen=True)
+class ScanRules:
+    """What makes a row unusable."""
+
+    max_length: int
+    overlong: str = "drop"  # or "error"
+    verify: str = "decoded"  # or "headers", "off"
+    require_labels: bool = True
+
+
+# ---------------------------------------------------------------------------------------------------------- scan
+
+
+def scan_rows(lines: Lines, numbers: Sequence[int], renderer: Renderer, rules: ScanRules):
+    """Parse, check and render rows. Returns (list of RowCost, list of Finding, {media path: (size, mtime_ns)})."""
+    samples, findings = [], []
+    for i in numbers:
+        source = Source(lines.path, int(lines.numbers[i]))
+        try:
+            sample, said = renderer.parse(lines.read(i), source, require_labels=rules.require_labels)
+            findings += said
+            samples.append((i, sample))
+        except RowError as error:
+            findings.append(_row_finding(source, error.code, error.what))
+    verdicts = check_media(
+        [m for _, s in samples for m in sample_media(s)], decode=rules.verify == "decoded", workers=1, cache=_verdicts()
+    )
+    costs = []
+    for i, sample in samples:
+        try:
+            cost, said = _scan_sample(i, sample, verdicts, renderer, rules)
+            costs.append(cost)
+            findings += said
+        except RowError as error:
+            findings.append(_row_finding(sample.source, error.code, error.what, rules))
+    return costs, findings, _media_stamps(m for _, s in samples for m in sample_media(s))
+
+
+def _verdicts() -> Path:
+    return cache_root() / "media.sqlite"
+
+
+def _row_finding(source: Source, code: str, message: str, rules: ScanRules | None = None) -> Finding:
+    fine = code in EXCLUDED and not (code == "too_long" and rules is not None and rules.overlong == "error")
+    return Finding(source.file, source.line, "warning" if fine else "error", code, message)
+
+
+def sample_media(sample: Sample) -> list[Media]:
+    """All media of a sample, in order."""
+    if isinstance(sample, ChatSample):
+        return [p for t in sample.turns for p in t.parts if isinstance(p, Media)]
+    return list(sample.query.media) + [m for d in sample.documents for m in d.content.media]
+
+
+def _scan_sample(number: int, sample: Sample, verdicts: dict[str, Verdict], renderer: Renderer, rules: ScanRules):
+    findings = []
+    usable = sample
+    if isinstance(sample, RerankSample):
+        usable, findings = _drop_bad_negatives(sample, verdicts, rules)
+    else:
+        _check_all(sample_media(sample), verdicts)
+    for media in {m.key: m for m in sample_media(usable)}.values():
+        for code, text in media_warnings(_header(verdicts[media.key])):
+            findings.append(Finding(sample.source.file, sample.source.line, "warning", code, f"{media.name}: {text}"))
+    spec = renderer.processor.vision
+    example = renderer.render(usable, lambda media: grid_of(_header(verdicts[media.key]), spec))
+    if isinstance(usable, RerankSample):
+        numbers = {d.id: n for n, d in enumerate(sample.documents)}
+        return _group_cost(number, usable, numbers, example, rules, findings), findings
+    if example.tokens > rules.max_length:
+        raise RowError("too_long", f"{example.tokens} tokens, data.max_length is {rules.max_length}")
+    return RowCost(line=number, id=sample.id, tokens=example.tokens, patches=example.patches), findings
+
+
+def _check_all(media: Iterable[Media], verdicts: dict[str, Verdict]) -> None:
+    for m in media:
+        if verdicts[m.key].code is not None:
+            raise RowError(str(verdicts[m.key].code), f"{m.name}: {verdicts[m.key].reason}")
+
+
+def _header(verdict: Verdict) -> Header:
+    return Header(verdict.width, verdict.height, verdict.frames)
+
+
+def _drop_bad_negatives(sample: RerankSample, verdicts: dict[str, Verdict], rules: ScanRules):
+    """A bad negative leaves its group while one remains; a bad query or positive drops the group."""
+    _check_all(sample.query.media, verdicts)
+    kept, findings = [], []
+    for document in sample.documents:
+        try:
+            _check_all(document.content.media, verdicts)
+            kept.append(document)
+        except RowError as error:
+            if document.label > 0:
+                raise RowError(error.code, f"document {document.id}: {error.what}") from None
+            findings.append(
+                Finding(
+                    sample.source.file, sample.source.line, "error", error.code, f"document {document.id}: {error.what}"
+                )
+            )
+    if findings and (not kept or (rules.require_labels and all(d.label > 0 for d in kept))):
+        raise RowError(findings[0].code, f"no usable negative is left: {findings[0].message}")
+    return replace(sample, documents=tuple(kept)), findings
+
+
+def _group_cost(
+    number: int, sample: RerankSample, numbers: dict[str, int], example: Example, rules: ScanRules, findings: list
+) -> RowCost:
+    prefix = example.spans[0][1]
+    lengths = [prefix + end - start for start, end, _ in example.spans[1:]]
+    kept = []
+    for document, length in zip(sample.documents, lengths, strict=True):
+        if length <= rules.max_length:
+            kept.append((document.label <= 0, numbers[document.id], length))
+        elif document.label > 0 or rules.overlong == "error":
+            raise RowError("too_long", f"document {document.id}: {length} tokens, data.max_length is {rules.max_length}")
+        else:
+            text = f"document {document.id} left out: {length} tokens, data.max_length is {rules.max_length}"
+            findings.append(Finding(sample.source.file, sample.source.line, "warning", "too_long", text))
+    if rules.require_labels and not any(negative for negative, _, _ in kept):
+        raise RowError("too_long", f"no negative is within data.max_length={rules.max_length}")
+    if not kept:
+        raise RowError("too_long", f"no document is within data.max_length={rules.max_length}")
+    kept.sort()  # positives first, each kind in the order of the file
+    chosen = [n for _, n, _ in kept]
+    return RowCost(
+        line=number,
+        id=sample.id,
+        tokens=prefix + sum(n - prefix for _, _, n in kept),
+        patches=example.patches,
+        prefix=prefix,
+        documents=tuple(chosen),
+        lengths=tuple(n for _, _, n in kept),
+        positives=sum(not negative for negative, _, _ in kept),
+    )
+
+
+def _media_stamps(media: Iterable[Media]) -> dict[str, tuple[int, int]]:
+    return {m.path: _stamp(m.path) for m in media if m.path is not None}
+
+
+def _stamp(path: str) -> tuple[int, int]:
+    """Size and time of a file; (-1, -1) where there is none, so that its appearance is a change too."""
+    try:
+        stat = os.stat(path)
+        return stat.st_size, stat.st_mtime_ns
+    except OSError:
+        return -1, -1
+
+
+# --------------------------------------------------------------------------------------------------------- index
+
+
+def build_index(
+    path: str,
+    name: str,
+    renderer: Renderer,
+    rules: ScanRules,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    gather: Gather = lambda share: [share],
+    workers: int = 1,
+    progress: Progress | None = None,
+) -> SourceIndex:
+    """Scan a file, or read what an earlier scan of it found.
+
+    Args:
+        path: the JSONL file.
+        name: what the source is called in reports.
+        rank, ranks: this process scans the rank-th share of the chunks.
+        gather: brings the shares of all ranks together, in rank order, on every rank.
+        workers: processes this rank scans with.
+        progress: called with (rows done, rows of this rank).
+    """
+    lines = read_offsets(path)
+    entry = cache_root() / "index" / f"{_index_key(path, renderer, rules)}.pkl"
+    cached = _read_entry(entry)
+    # every rank must take the same branch: one rank's miss makes all scan
+    if all(gather(cached is not None)):
+        assert cached is not None
+        return replace(cached, name=name, lines=lines)
+    chunks = [range(i, min(i + CHUNK_ROWS, len(lines))) for i in range(0, len(lines), CHUNK_ROWS)]
+    share = _scan_chunks(lines, chunks[rank::ranks], renderer, rules, workers, progress)
+    shares = gather(share)
+    costs = sorted((c for s in shares for c in s[0]), key=lambda c: c.line)
+    findings = sorted((f for s in shares for f in s[1]), key=lambda f: (f.line, f.severity, f.message))
+    media = {k: v for s in shares for k, v in s[2].items()}
+    index = SourceIndex(path, name, lines, tuple(costs), tuple(findings), media)
+    if rank == 0:
+        _write_entry(entry, index)
+    return index
+
+
+def _scan_chunks(lines, chunks, renderer, rules, workers, progress):
+    costs: list[RowCost] = []
+    findings: list[Finding] = []
+    media: dict[str, tuple[int, int]] = {}
+    total, done = sum(map(len, chunks)), 0
+    for chunk, result in zip(chunks, _map_chunks(lines, chunks, renderer, rules, workers), strict=True):
+        costs += result[0]
+        findings += result[1]
+        media |= result[2]
+        done += len(chunk)
+        if progress is not None:
+            progress(done, total)
+    return costs, findings, media
+
+
+def _map_chunks(lines, chunks, renderer, rules, workers):
+    if workers < 2 or len(chunks) < 2:
+        yield from (scan_rows(lines, chunk, renderer, rules) for chunk in chunks)
+        return
+    with ProcessPoolExecutor(
+        min(workers, len(chunks)), mp_context=get_context("fork"), initializer=_start_worker, initargs=(lines, renderer, rules)
+    ) as pool:
+        yield from pool.map(_scan_in_worker, chunks)
+
+
+_worker: dict[str, Any] = {}  # what every chunk of a scanning process needs; set once by its initializer
+
+
+def _start_worker(lines: Lines, renderer: Renderer, rules: ScanRules) -> None:
+    _worker["args"] = (lines, renderer, rules)
+
+
+def _scan_in_worker(chunk: range):
+    lines, renderer, rules = _worker["args"]
+    return scan_rows(lines, chunk, renderer, rules)
+
+
+def _index_key(path: str, renderer: Renderer, rules: ScanRules) -> str:
+    processor = renderer.processor
+    parts = [
+        INDEX_VERSION,
+        os.path.abspath(path),
+        _stamp(path),
+        renderer.task,
+        renderer.instruction,
+        renderer.media_root,
+        asdict(renderer.template) if renderer.template else None,
+        hashlib.sha256(processor.tokenizer_json.encode()).hexdigest(),
+        processor.chat_template,
+        asdict(processor.vision),
+        asdict(rules),
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _read_entry(entry: Path) -> SourceIndex | None:
+    """A cached index that still holds: none of its pictures has changed since."""
+    try:
+        index: SourceIndex = pickle.loads(entry.read_bytes())
+    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ImportError):
+        return None
+    return index if all(_stamp(path) == stamp for path, stamp in index.media.items()) else None
+
+
+def _write_entry(entry: Path, index: SourceIndex) -> None:
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    part = entry.with_suffix(f".{os.getpid()}")
+    part.write_bytes(pickle.dumps(index))
+    part.replace(entry)

@@ -1,0 +1,193 @@
+"""Micro-batches of one rank, prepared ahead of time by worker processes: parse, render, decode, collate.
+
+The loader's whole state is one integer, the step it begins at; everything else is computed from it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from torch.utils.data import DataLoader, Dataset
+
+from litchi.batch.collate import CountUnits, collate
+from litchi.batch.index import RowCost, SourceIndex
+from litchi.batch.schedule import EpochPlan, split_costs
+from litchi.data.media import decode_image, grid_of, picture_patches, read_header
+from litchi.data.render import Renderer
+from litchi.errors import DataError, UserError
+from litchi.types import Batch, ChatSample, Example, Media, Sample
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The indexed sources, laid end to end: row numbers of the schedule count over all of them."""
+
+    sources: tuple[SourceIndex, ...]
+    renderers: tuple[Renderer, ...]  # one per source: each has its own media root
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(len(s.rows) for s in self.sources)
+
+    def find(self, row: int) -> tuple[SourceIndex, RowCost, Renderer]:
+        for source, renderer in zip(self.sources, self.renderers, strict=True):
+            if row < len(source.rows):
+                return source, source.rows[row], renderer
+            row -= len(source.rows)
+        raise IndexError(row)
+
+    def load(self, row: int) -> Sample:
+        source, cost, renderer = self.find(row)
+        return source.load(cost, renderer)
+
+    def example(self, row: int, chosen: Sequence[int] | None) -> Example:
+        _, _, renderer = self.find(row)
+        return renderer.render(self.load(row), lambda media: media_grid(media, renderer), chosen)
+
+    def prompt(self, row: int) -> Example:
+        _, _, renderer = self.find(row)
+        sample = self.load(row)
+        assert isinstance(sample, ChatSample)
+        return renderer.render_prompt(sample, lambda media: media_grid(media, renderer))[0]
+
+
+def media_grid(media: Media, renderer: Renderer) -> tuple[int, int, int]:
+    """Grid of a picture from its header."""
+    return grid_of(read_header(media), renderer.processor.vision)
+
+
+def load_patches(examples: Sequence[Example], renderer: Renderer) -> dict[str, np.ndarray]:
+    """Decode each distinct picture of some examples once. Raises DataError naming the row and the file."""
+    patches: dict[str, np.ndarray] = {}
+    for example in examples:
+        for placed in example.media:
+            if placed.media.key not in patches:
+                try:
+                    rgb = decode_image(placed.media, window=renderer.window)
+                except DataError as error:
+                    raise DataError(error.what, where=example.source, why=error.why, remedy=error.remedy) from error
+                patches[placed.media.key], grid = picture_patches(rgb, spec=renderer.processor.vision)
+                if grid != placed.grid:
+                    raise DataError(f"{placed.media.name} changed while the run was reading it", where=example.source)
+    return patches
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity: it keys a cache, and holds large arrays
+class StepPlan:
+    """Everything that decides what a rank computes in a step: pure, the same on every rank but for `rank`."""
+
+    corpus: Corpus
+    epochs: EpochPlan
+    negatives: int | None
+    micro_batch_tokens: int
+    rank: int
+    ranks: int
+
+    def micro_batches(self, step: int) -> list[list[tuple[int, tuple[int, ...] | None]]]:
+        """This rank's micro-batches of a step: lists of (row, chosen documents)."""
+        return _plan_step(self, step)[self.rank]
+
+
+@lru_cache(maxsize=8)
+def _plan_step(plan: StepPlan, step: int):
+    epoch = plan.epochs.epoch_of(step)
+    picks = []
+    for row in plan.epochs.rows(step):
+        _, cost, _ = plan.corpus.find(int(row))
+        chosen = cost.chosen(plan.epochs.seed, epoch, plan.negatives)
+        picks.append((int(row), chosen, cost.cost(chosen)))
+    shares = split_costs([c for _, _, c in picks], plan.ranks, plan.micro_batch_tokens)
+    return [[[(picks[i][0], picks[i][1]) for i in micro] for micro in rank] for rank in shares]
+
+
+Picks = Sequence[tuple[int, tuple[int, ...] | None]]  # (row, chosen documents)
+
+
+def make_batch(corpus: Corpus, picks: Picks, count_units: CountUnits | None = None, *, prompts: bool = False) -> Batch:
+    """Read, render, decode and collate some rows; with `prompts` up to where the last answer begins."""
+    renderer = corpus.renderers[0]
+    examples = [corpus.prompt(row) if prompts else corpus.example(row, chosen) for row, chosen in picks]
+    return collate(examples, load_patches(examples, renderer), renderer.processor, count_units)
+
+
+class MicroBatches(Dataset):
+    """(step, micro-batch number) -> Batch, or the UserError that kept it from being made."""
+
+    def __init__(self, plan: StepPlan, count_units: CountUnits | None):
+        self.plan, self.count_units = plan, count_units
+
+    def __getitem__(self, key: tuple[int, int]) -> Batch | UserError:
+        step, micro = key
+        try:
+            return make_batch(self.plan.corpus, self.plan.micro_batches(step)[micro], self.count_units)
+        except UserError as error:  # travels to the training process, which raises it there
+            return error
+
+
+class FixedBatches(Dataset):
+    """number -> Batch of these picks, for evaluation."""
+
+    def __init__(self, corpus: Corpus, picks: Sequence[Picks], *, prompts: bool):
+        self.corpus, self.picks, self.prompts = corpus, picks, prompts
+
+    def __len__(self) -> int:
+        return len(self.picks)
+
+    def __getitem__(self, number: int) -> Batch | UserError:
+        try:
+            return make_batch(self.corpus, self.picks[number], prompts=self.prompts)
+        except UserError as error:
+            return error
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """The order in which micro-batches are made, endless runs included: never listed, only walked."""
+
+    plan: StepPlan
+    first: int
+    last: int
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        for step in range(self.first, self.last + 1):
+            for micro in range(len(self.plan.micro_batches(step))):
+                yield step, micro
+
+
+def iterate_steps(
+    plan: StepPlan, first: int, last: int, *, workers: int, count_units: CountUnits | None = None
+) -> Iterator[tuple[int, list[Batch], float]]:
+    """Yield (step, this rank's micro-batches, seconds waited for them) for steps first..last.
+
+    Raises:
+        UserError: what kept a micro-batch from being made, with file and line.
+    """
+    made = _ahead(MicroBatches(plan, count_units), _Keys(plan, first, last), workers)
+    for step in range(first, last + 1):
+        start = time.perf_counter()
+        batches = [next(made) for _ in plan.micro_batches(step)]
+        yield step, batches, time.perf_counter() - start
+
+
+def iterate_picks(corpus: Corpus, picks: Sequence[Picks], *, workers: int, prompts: bool = False) -> Iterator[Batch]:
+    """Batches of these picks, in order, prepared ahead. Raises UserError as `iterate_steps` does."""
+    return _ahead(FixedBatches(corpus, picks, prompts=prompts), range(len(picks)), min(workers, len(picks)))
+
+
+def _ahead(dataset: Dataset, keys: Iterable, workers: int) -> Iterator[Batch]:
+    loader = DataLoader(
+        dataset,
+        sampler=keys,  # type: ignore[arg-type]  # any iterable will do
+        batch_size=None,
+        num_workers=workers,
+        prefetch_factor=4 if workers else None,
+        multiprocessing_context="fork" if workers else None,
+    )
+    for batch in loader:
+        if isinstance(batch, UserError):
+            raise batch
+        yield batch

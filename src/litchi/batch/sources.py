@@ -1,0 +1,119 @@
+"""Settings -> indexed sources: a renderer for each file, the scan of its rows, and what is done with the bad ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from litchi.batch.index import Gather, Progress, ScanRules, SourceIndex, build_index
+from litchi.batch.loader import Corpus
+from litchi.data.processor import Processor
+from litchi.data.render import Renderer
+from litchi.data.templates import find_template
+from litchi.errors import DataError
+from litchi.types import Finding
+
+if TYPE_CHECKING:
+    from litchi.config import Config, DataSource
+
+SHOWN = 20  # findings an error lists
+
+
+def make_renderer(config: Config, processor: Processor, path: str) -> Renderer:
+    """The renderer of one file: relative media start from `data.media_root` or the file's own folder."""
+    rerank = config.task == "rerank"
+    template = find_template(config.data.template) if rerank else None
+    if template is not None:
+        processor.word(template.yes), processor.word(template.no)  # each must be one token
+    return Renderer(
+        task=config.task,
+        processor=processor.with_pixels(config.data.pixels.min, config.data.pixels.max),
+        template=template,
+        instruction=config.data.instruction,
+        media_root=config.data.media_root or os.path.dirname(os.path.abspath(path)),
+        window=config.data.window,
+    )
+
+
+def index_sources(
+    config: Config,
+    sources: Sequence[DataSource],
+    processor: Processor,
+    *,
+    require_labels: bool = True,
+    rank: int = 0,
+    ranks: int = 1,
+    gather: Gather = lambda share: [share],
+    progress: Callable[[str], Progress | None] = lambda name: None,
+) -> Corpus:
+    """Scan all files of a list (see `build_index`)."""
+    rules = ScanRules(config.data.max_length, config.data.overlong, config.data.verify, require_labels)
+    renderers = tuple(make_renderer(config, processor, s.path) for s in sources)
+    indexes = tuple(
+        build_index(
+            source.path,
+            source.name,
+            renderer,
+            rules,
+            rank=rank,
+            ranks=ranks,
+            gather=gather,
+            workers=config.data.workers,
+            progress=progress(source.name),
+        )
+        for source, renderer in zip(sources, renderers, strict=True)
+    )
+    return Corpus(indexes, renderers)
+
+
+def refuse_bad(indexes: Sequence[SourceIndex], config: Config) -> list[Finding]:
+    """Decide what bad rows mean, alike on all ranks.
+
+    Returns:
+        Every finding of rows (or negatives) that are left out, for the quarantine.
+
+    Raises:
+        DataError: there are bad rows and the policy is to stop, or more than `data.max_bad_fraction` of a file is
+            bad, or nothing usable is left.
+    """
+    left_out: list[Finding] = []
+    for index in indexes:
+        bad = index.bad
+        rows = len({f.line for f in bad})
+        if bad and config.data.on_bad_media == "error":
+            raise DataError(
+                f"{rows} of {len(index.lines)} rows are bad",
+                where=index.path,
+                why="\n" + list_findings(bad),
+                remedy=f"\nMend them, or leave them out with data.on_bad_media=skip (at most {_percent(config)} of the rows)",
+            )
+        if rows > config.data.max_bad_fraction * len(index.lines):
+            raise DataError(
+                f"{rows} of {len(index.lines)} rows are bad, data.max_bad_fraction is {config.data.max_bad_fraction}",
+                where=index.path,
+                why="\n" + list_findings(bad),
+                remedy="\nMend them, or raise data.max_bad_fraction",
+            )
+        if not index.rows:
+            raise DataError(
+                f"none of its {len(index.lines)} rows can be used",
+                where=index.path,
+                why="\n" + list_findings(index.findings),
+                remedy="\nSee `litchi data check`",
+            )
+        left_out += [f for f in index.findings if f.code not in {"animated", "empty_answer", "trailing_turn"}]
+    return left_out
+
+
+def _percent(config: Config) -> str:
+    return f"{100 * config.data.max_bad_fraction:g} %"
+
+
+def list_findings(findings: Sequence[Finding]) -> str:
+    """One line each, the first few."""
+    lines = [f"  {Path(f.file).name}:{f.line}: {f.code}: {f.message}" for f in findings[:SHOWN]]
+    if len(findings) > SHOWN:
+        lines.append(f"  ... and {len(findings) - SHOWN} more")
+    return "\n".join(lines)

@@ -1,0 +1,276 @@
+"""One function per verb, no logic. Nothing heavy is imported before a verb needs it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from litchi import __version__
+from litchi.errors import StoppedError, UsageError, UserError
+
+if TYPE_CHECKING:
+    from litchi.dist import Ranks
+
+app = typer.Typer(
+    name="litchi",
+    help="Fine-tune Qwen2.5-VL and its rerankers, and prove it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+data_app = typer.Typer(help="Check data before a run is paid for.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(data_app, name="data")
+
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings, as in docs/settings.md.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Procs = Annotated[int | None, typer.Option("--procs", min=1, help="Ranks to start; default: one per GPU, or one.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, all else on stderr.")]
+
+
+def main() -> None:
+    """Run the command line; errors of the user's are one line and an exit status."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    debug = "--debug" in sys.argv
+    try:
+        app(standalone_mode=False)
+    except UserError as error:
+        if debug:
+            traceback.print_exc()
+        _speak(f"error: {error.line()}")
+        _leave(error.status)
+    except typer.Exit as exit_:
+        _leave(exit_.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        _speak("error: stopped by the keyboard")
+        _leave(StoppedError.status)
+    except typer._click.ClickException as error:  # an unknown option, a missing argument
+        _speak(f"error: {error.format_message()} See litchi --help")
+        _leave(2)
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        line = str(error).strip().splitlines()
+        _speak(f"error: {type(error).__name__}: {line[0] if line else 'no reason given'}. Run again with --debug")
+        _leave(1)
+    _leave(0)
+
+
+def _speak(text: str) -> None:
+    """Say an error once: rank 0 speaks at once, another rank only if rank 0 has not ended it all by then."""
+    if int(os.environ.get("RANK", 0)):
+        time.sleep(2.0)
+    print(text, file=sys.stderr, flush=True)
+
+
+def _leave(status: int) -> None:
+    """End the process; a rank does not wait for peers that may hang in a collective."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if "RANK" in os.environ:
+        os._exit(status)
+    sys.exit(status)
+
+
+def _in_ranks(procs: int | None, body: Callable[[Ranks], int | None]) -> None:
+    """Run a verb in the ranks a launcher made, or start `procs` ranks of it."""
+    from litchi.parallel.launch import default_procs, launched, run_ranks
+
+    count = 1 if launched() else procs or default_procs()
+    if count > 1:
+        raise typer.Exit(run_ranks(sys.argv[1:], count))
+    from litchi.dist import start_ranks, stop_ranks
+    from litchi.model.build import quiet_libraries
+
+    quiet_libraries()
+    ranks = start_ranks()
+    status = body(ranks)
+    stop_ranks()
+    if status:
+        raise typer.Exit(status)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"litchi {__version__}")
+        raise typer.Exit(0)
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Fine-tune Qwen2.5-VL and its rerankers, and prove it."""
+
+
+# --------------------------------------------------------------------------------------------------------- verbs
+
+
+@data_app.command("check")
+def data_check(
+    file: Annotated[str, typer.Argument(metavar="FILE")],
+    overrides: Overrides = None,
+    task: Annotated[str | None, typer.Option("--task", help="rerank or chat.")] = None,
+    write_clean: Annotated[str | None, typer.Option("--write-clean", metavar="OUT", help="Write the usable rows.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Parse every row, decode every picture, count every token."""
+    from litchi.config import load_config
+    from litchi.data.processor import load_processor
+    from litchi.model.build import BUILTIN, resolve_model
+    from litchi.prepare import check
+
+    words = list(overrides or [])
+    words += [f"task={task}"] if task else []
+    words += [] if any(w.startswith("model.path=") for w in words) else [f"model.path={BUILTIN}"]
+    config = load_config(None, [f"data.train={json.dumps(file)}", *words], need=("model.path", "data.train"))
+    corpus = check.check_files(config, load_processor(resolve_model(config.model.path)))
+    report = check.check_report(corpus)
+    print(check.to_json(report) if as_json else check.format_report(report))
+    if write_clean:
+        print(f"{check.write_clean(corpus, Path(write_clean)):,} rows written to {write_clean}", file=sys.stderr)
+    if any(f["severity"] == "error" for f in report["findings"]):
+        raise typer.Exit(3)
+
+
+@app.command()
+def train(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file of settings.")],
+    overrides: Overrides = None,
+    procs: Procs = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; the old run is moved aside.")] = False,
+    allow_changed: Annotated[list[str] | None, typer.Option("--allow-changed", metavar="KEY", help="Resume although this setting changed.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Train, evaluate and export; the same command on the same folder resumes."""
+    from litchi.config import load_config
+
+    settings = load_config(config, overrides or [], need=("model.path", "data.train"))
+
+    def body(ranks: Ranks) -> None:
+        from litchi.train.loop import train_run
+
+        train_run(settings, ranks, fresh=fresh, allow_changed=allow_changed or [])
+
+    _in_ranks(procs, body)
+
+
+@app.command()
+def evaluate(
+    target: Annotated[str | None, typer.Argument(metavar="[TARGET]")] = None,
+    overrides: Overrides = None,
+    data: Annotated[str | None, typer.Option("--data", metavar="FILE", help="What to measure on.")] = None,
+    run: Annotated[str | None, typer.Option("--run", metavar="RUN", help="Scores in TREC form or JSONL.")] = None,
+    qrels: Annotated[str | None, typer.Option("--qrels", metavar="QRELS", help="Relevance in TREC form or JSONL.")] = None,
+    against: Annotated[str | None, typer.Option("--against", metavar="TARGET", help="A second model, such as the base.")] = None,
+    procs: Procs = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Measure a model on a file, or a run file against qrels."""
+    if run or qrels:
+        from litchi.evaluate.trec import measure_files
+
+        if not (run and qrels) or target:
+            raise UsageError("--run and --qrels go together", why="they take the place of TARGET")
+        _answer(measure_files(run, qrels), as_json)
+        return
+    if not target or not data:
+        raise UsageError("TARGET and --data are needed", remedy="litchi evaluate TARGET --data FILE")
+
+    def body(ranks: Ranks) -> None:
+        from litchi.train.measure import measure_target
+
+        report = measure_target(target, data, overrides or [], ranks, against=against)
+        if ranks.is_main:
+            _answer(report, as_json)
+
+    _in_ranks(procs, body)
+
+
+@app.command()
+def score(
+    target: Annotated[str, typer.Argument(metavar="TARGET")],
+    overrides: Overrides = None,
+    data: Annotated[str, typer.Option("--data", metavar="FILE")] = ...,  # type: ignore[assignment]
+    out: Annotated[str, typer.Option("--out", metavar="FILE", help="JSONL of query_id, doc_id, score.")] = ...,  # type: ignore[assignment]
+    procs: Procs = None,
+    debug: Debug = False,
+) -> None:
+    """Write the score of every query and document."""
+    _write(target, data, overrides or [], out, procs, "rerank")
+
+
+@app.command()
+def generate(
+    target: Annotated[str, typer.Argument(metavar="TARGET")],
+    overrides: Overrides = None,
+    data: Annotated[str, typer.Option("--data", metavar="FILE")] = ...,  # type: ignore[assignment]
+    out: Annotated[str, typer.Option("--out", metavar="FILE", help="JSONL of id and text.")] = ...,  # type: ignore[assignment]
+    procs: Procs = None,
+    debug: Debug = False,
+) -> None:
+    """Write the greedy answer to every row's last turn."""
+    _write(target, data, overrides or [], out, procs, "chat")
+
+
+def _write(target: str, data: str, overrides: list[str], out: str, procs: int | None, task: str) -> None:
+    def body(ranks: Ranks) -> None:
+        from litchi.train.measure import write_lines
+
+        count = write_lines(target, data, overrides, Path(out), ranks, task=task)
+        if ranks.is_main:
+            print(f"{count:,} lines in {out}", file=sys.stderr)
+
+    _in_ranks(procs, body)
+
+
+@app.command()
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, a checkpoint or an adapter.")],
+    out: Annotated[str, typer.Argument(metavar="OUT")],
+    overrides: Overrides = None,
+    procs: Procs = None,
+    debug: Debug = False,
+) -> None:
+    """Write the merged model as a Hugging Face folder."""
+
+    def body(ranks: Ranks) -> None:
+        from litchi.train.measure import export_target
+
+        export_target(run, Path(out), overrides or [], ranks)
+        if ranks.is_main:
+            print(f"export: {out}", file=sys.stderr)
+
+    _in_ranks(procs, body)
+
+
+@app.command()
+def demo(
+    out: Annotated[str, typer.Option("--out", metavar="DIR", help="Folder of the demo.")] = "runs/demo",
+    procs: Annotated[int, typer.Option("--procs", min=1, help="Ranks for the fine-tuning.")] = 2,
+    debug: Debug = False,
+) -> None:
+    """Draw a catalogue, fine-tune a reranker on it, and show what it learnt."""
+    from litchi.prepare.demo import run_demo
+
+    run_demo(Path(out), procs=procs)
+
+
+def _answer(report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report, ensure_ascii=False))
+        return
+    from litchi.train.measure import format_report
+
+    print(format_report(report))

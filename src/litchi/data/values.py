@@ -1,0 +1,180 @@
+"""Read the values a row is made of: strict JSON, ids, texts, references to pictures and videos.
+
+In: the bytes of a line, then fields of it. Out: plain values and `Media`, or a `RowError` that names the field, what
+was found and what is allowed. `jsonl.py` builds samples of them. Pictures are named, never opened (see `media.py`).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from litchi.errors import DataError
+from litchi.types import Finding, Media, Source
+
+CUT_KEYS = frozenset({"start", "end", "fps"})
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class RowError(DataError):
+    """A row that cannot be used. `code` is a stable word, `message` names the field, its value and what is allowed."""
+
+    def __init__(self, code: str, message: str, *, where: Source | None = None):
+        self.code, self.message = code, message
+        super().__init__(message, where=where)
+
+    def __reduce__(self):
+        return _row_error, (self.code, self.message, self.where)
+
+
+def _row_error(code: str, message: str, where: Source | None) -> RowError:
+    return RowError(code, message, where=where)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What parsing a row needs to know beside its fields, and the warnings it collects."""
+
+    source: Source
+    root: str | None
+    strict: bool
+    findings: list[Finding] = field(default_factory=list)
+
+    def warn(self, code: str, message: str) -> None:
+        self.findings.append(Finding(self.source.file, self.source.line, "warning", code, message))
+
+    def warn_unread(self, value: Mapping[str, Any], known: frozenset[str], name: str) -> None:
+        """Say which keys nobody reads: a typo such as `img` would otherwise lose a picture silently."""
+        unread = sorted(key for key in value.keys() - known if value[key] is not None)
+        if unread:
+            self.warn("unknown_key", f"{name} has keys that are not read: {show(', '.join(unread))}")
+
+
+def show(value: Any) -> str:
+    """Format a value for a message, at most 60 characters long."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def load_object(raw: bytes) -> dict[str, Any]:
+    """Decode one JSON object, strictly: UTF-8, no key twice, finite numbers. Raises RowError."""
+    try:
+        text = raw.decode("utf-8-sig")  # some editors begin a file with a byte order mark
+        fields = _DECODER.decode(text)
+        if _SURROGATE.search(text):  # half of a pair cannot be encoded again, so no tokenizer takes it
+            json.dumps(fields, ensure_ascii=False).encode()
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise RowError("not_utf8", f"not UTF-8: {error.reason} at {error.start + 1}") from None
+    except json.JSONDecodeError as error:
+        raise RowError("not_json", f"not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise RowError("not_json", "not JSON that can be read: brackets in brackets without end") from None
+    if not isinstance(fields, dict):
+        raise RowError("not_an_object", f"the row is {show(fields)}: a JSON object is needed")
+    return fields
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise RowError("duplicate_key", f"the key {show(twice)} stands twice in one object: its value is ambiguous")
+    return fields
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):  # NaN, Infinity, -Infinity, and numbers such as 1e999
+        raise RowError("not_finite", f"{show(text)} is not a finite number")
+    return number
+
+
+def _whole(text: str) -> int:
+    _finite(text)  # also keeps out numbers of hundreds of digits, which no float holds
+    return int(text)
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite, parse_int=_whole)
+
+
+def read_id(value: Any, name: str, default: str) -> str:
+    """Read an id, text or a whole number, as text. Raises RowError."""
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
+        raise RowError("wrong_type", f"{name} is {show(value)}: text or a whole number is needed")
+    return str(value)
+
+
+def read_text(value: Any, name: str) -> str:
+    """Read a text letter by letter. Raises RowError: a number or null is never turned into one."""
+    if not isinstance(value, str):
+        raise RowError("wrong_type", f"{name} is {show(value)}: text is needed")
+    return value
+
+
+def read_media_list(value: Any, kind: str, name: str, row: Row) -> list[Media]:
+    """Read null, one reference or a list of them. Raises RowError."""
+    if value is None:
+        return []
+    if isinstance(value, str):  # one path, not one picture per letter
+        return [read_media(value, kind, name, row)]
+    if not isinstance(value, list):
+        raise RowError("wrong_type", f"{name} is {show(value)}: a path or a list of paths is needed")
+    return [read_media(item, kind, f"{name}[{i}]", row) for i, item in enumerate(value)]
+
+
+def read_media(value: Any, kind: Any, name: str, row: Row, cut: Mapping[str, Any] | None = None) -> Media:
+    """Read a path (relative to `row.root`) or a data URL; `cut` is the object that has a video's time range.
+
+    Raises RowError, also for URLs of other machines.
+    """
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise RowError("wrong_type", f"{name} is {show(value)}: a path or a data URL is needed")
+    times = (None, None, None) if cut is None else _read_cut(cut, name)
+    if value.startswith("data:"):
+        return Media(kind, None, read_data_url(value, name=name), *times)
+    value = value.removeprefix("file://")
+    if _SCHEME.match(value):
+        raise RowError("remote_media", f"{name} is {show(value)}: it is not fetched. Download it and give its path")
+    if row.root is None:
+        raise RowError("local_media", f"{name} is {show(value)}: only data URLs are allowed here")
+    return Media(kind, os.path.join(row.root, value), None, *times)
+
+
+def _read_cut(part: Mapping[str, Any], name: str) -> tuple[float | None, float | None, float | None]:
+    """Read start and end (seconds) and sampling rate (frames per second) of a video."""
+    for key in ("start", "end", "fps"):
+        value = part.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+            raise RowError("bad_time_range", f"{key} of {name} is {show(value)}: a number from 0 up is needed")
+    start, end, fps = part.get("start"), part.get("end"), part.get("fps")
+    if end is not None and end <= (start or 0):
+        raise RowError("bad_time_range", f"{name} goes from {start or 0} to {end} s: start must be before end")
+    if fps == 0:
+        raise RowError("bad_time_range", f"fps of {name} is 0: a number above 0 is needed")
+    return start, end, fps
+
+
+def read_data_url(url: str, *, name: str = "the data URL") -> bytes:
+    """Decode `data:<type>;base64,<bytes>`. Raises RowError (`bad_base64`) for anything else; `name` is for messages."""
+    head, comma, body = url.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise RowError("bad_base64", f"{name} is {show(url)}: data:<type>;base64,<bytes> is needed")
+    try:
+        data = base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RowError("bad_base64", f"{name} is not base64: {error}") from None
+    if not data:
+        raise RowError("bad_base64", f"{name} holds no bytes")
+    return data

@@ -1,0 +1,105 @@
+"""Ranks: who am I, how many are we, and the few reductions Litchi needs. The only file that starts a process group.
+
+Without a launcher there is one rank and a group of one, so that every path is the same code.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from litchi.errors import MachineError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all: `rank` of `world`, `local_rank` of its machine, and the device it computes on."""
+
+    rank: int
+    world: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def pick_device(local_rank: int) -> torch.device:
+    """A GPU when there is one, without being asked."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise MachineError(
+            f"rank {local_rank} of this machine has no GPU",
+            why=f"{torch.cuda.device_count()} GPUs are visible",
+            remedy=f"Start at most {torch.cuda.device_count()} ranks (--procs) or set CUDA_VISIBLE_DEVICES",
+        )
+    return torch.device("cuda", local_rank)
+
+
+def start_ranks(timeout_s: float = 600.0) -> Ranks:
+    """Join the ranks a launcher started (torchrun, accelerate, srun with its variables), or be the only one."""
+    rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
+    world = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
+    local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
+    device = pick_device(local)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        wait = timedelta(seconds=timeout_s)
+        if world == 1:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
+        else:
+            os.environ.setdefault("RANK", str(rank))
+            os.environ.setdefault("WORLD_SIZE", str(world))
+            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+            dist.init_process_group(backend, rank=rank, world_size=world, timeout=wait)
+    if device.type == "cpu" and world >= (os.cpu_count() or 1):
+        torch.set_num_threads(1)  # two threads per rank on as many cores ran 30x slower than one
+    return Ranks(dist.get_rank(), dist.get_world_size(), local, device)
+
+
+def stop_ranks() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """The value of every rank, in rank order, on every rank."""
+    if dist.get_world_size() == 1:
+        return [value]
+    out: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(out, value)
+    return out
+
+
+def sum_ranks(*values: float) -> list[float]:
+    """Sums over all ranks, in fp64 on the CPU."""
+    total = torch.tensor(values, dtype=torch.float64)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    return total.tolist()
+
+
+def max_ranks(*values: float) -> list[float]:
+    """Largest value over all ranks."""
+    top = torch.tensor(values, dtype=torch.float64)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(top, op=dist.ReduceOp.MAX)
+    return top.tolist()
+
+
+def barrier() -> None:
+    """Wait for all ranks (on the CPU, so that no device is touched)."""
+    sum_ranks(0.0)

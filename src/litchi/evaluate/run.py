@@ -1,0 +1,202 @@
+"""Measure a model on named sets: sharded over ranks, no row twice, no hang on uneven or empty ranks.
+
+    SourceIndex -> micro-batches (the same number on every rank, some empty) -> scores or answers -> a report on all ranks
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from litchi.batch.index import SourceIndex
+from litchi.batch.loader import Corpus, Picks, iterate_picks
+from litchi.batch.schedule import split_costs
+from litchi.data.render import Renderer
+from litchi.dist import Ranks, gather_objects, max_ranks, sum_ranks
+from litchi.evaluate.ranking import RankingReport, ScoredGroup, ranking_metrics
+from litchi.evaluate.text import text_metrics
+from litchi.model.generate import generate_greedy
+from litchi.parallel.apply import Wrapped
+from litchi.types import ChatSample, RerankSample
+
+log = logging.getLogger(__name__)
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """A named set: the usable rows of a file, or the first `max_rows` of them."""
+
+    index: SourceIndex
+    renderer: Renderer
+    max_rows: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.index.name
+
+    @property
+    def rows(self) -> range:
+        count = len(self.index.rows)
+        return range(count if self.max_rows is None else min(count, self.max_rows))
+
+    @property
+    def corpus(self) -> Corpus:
+        return Corpus((self.index,), (self.renderer,))
+
+    def share(self, ranks: Ranks, micro_batch_tokens: int) -> list[Picks]:
+        """This rank's micro-batches; as many as every other rank has."""
+        costs = [self.index.rows[i].tokens for i in self.rows]
+        micro = split_costs(costs, ranks.world, micro_batch_tokens)[ranks.rank]
+        return [[(i, self.index.rows[i].documents or None) for i in batch] for batch in micro]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures of one set. `lines` are what the `score` and `generate` verbs write; `report` is the JSON answer."""
+
+    name: str
+    metrics: dict[str, float]
+    report: dict[str, Any]
+    lines: list[dict[str, Any]]
+    ranking: RankingReport | None = None
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How to measure: metric names (None: the usual), slices, generation and micro-batch limits."""
+
+    metrics: Sequence[str] | None = None
+    slices: Sequence[str] = ()
+    max_new_tokens: int = 64
+    micro_batch_tokens: int = 8192
+    workers: int = 0
+    generate: bool = True
+
+
+def measure_set(wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure, progress: Progress | None = None) -> Measured:
+    """Measure one set on all ranks; every rank returns the same."""
+    training = wrapped.model.training
+    wrapped.model.eval()
+    try:
+        with torch.no_grad():
+            if data.renderer.task == "rerank":
+                return measure_ranking(wrapped, data, ranks, how, progress)
+            return measure_chat(wrapped, data, ranks, how, progress)
+    finally:
+        wrapped.model.train(training)
+
+
+# -------------------------------------------------------------------------------------------------------- rerank
+
+
+def score_set(
+    wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure, progress: Progress | None = None
+) -> list[tuple[int, tuple[str, ...], list[float]]]:
+    """Scores of every group: (row, document ids, scores), in the order of the file, on every rank."""
+    picks = data.share(ranks, how.micro_batch_tokens)
+    mine = []
+    for number, batch in enumerate(iterate_picks(data.corpus, picks, workers=how.workers)):
+        with wrapped.compute():
+            scores = wrapped.model(batch).scores.float().cpu()
+        for (row, _), (a, b) in zip(picks[number], batch.groups, strict=True):
+            mine.append((row, batch.doc_ids[a:b], scores[a:b].tolist()))
+        if progress is not None:
+            progress(number + 1, len(picks))
+    return sorted((group for share in gather_objects(mine) for group in share), key=lambda group: group[0])
+
+
+def measure_ranking(
+    wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure, progress: Progress | None = None
+) -> Measured:
+    """MRR, nDCG, ... of a set; see `ranking_metrics`."""
+    groups, lines = [], []
+    for row, doc_ids, scores in score_set(wrapped, data, ranks, how, progress):
+        sample = data.index.load(data.index.rows[row], data.renderer)
+        assert isinstance(sample, RerankSample)
+        label = {d.id: d.label for d in sample.documents}
+        groups.append(
+            ScoredGroup(
+                sample.id,
+                doc_ids,
+                np.array(scores, np.float32),
+                np.array([label[d] for d in doc_ids]),
+                {field: sample.fields[field] for field in how.slices if field in sample.fields},
+            )
+        )
+        lines += [{"query_id": sample.id, "doc_id": d, "score": s} for d, s in zip(doc_ids, scores, strict=True)]
+    ranking = ranking_metrics(groups, how.metrics)
+    return Measured(data.name, dict(ranking.metrics), ranking.to_json(), lines, ranking)
+
+
+# ---------------------------------------------------------------------------------------------------------- chat
+
+
+def measure_chat(
+    wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure, progress: Progress | None = None
+) -> Measured:
+    """Loss per trained token, and exact match, BLEU, ... of generated last answers."""
+    metrics = {"loss": _chat_loss(wrapped, data, ranks, how)}
+    lines: list[dict[str, Any]] = []
+    slices: dict[str, Any] = {}
+    if how.generate:
+        rows = generate_set(wrapped, data, ranks, how, progress)
+        names = None if how.metrics is None else [m for m in how.metrics if m != "loss"]
+        metrics |= text_metrics([a for _, a, _, _ in rows], [r for _, _, r, _ in rows], names)
+        lines = [{"id": i, "text": answer, "reference": ref} for i, answer, ref, _ in rows]
+        for field in how.slices:
+            for value in sorted({str(f[field]) for *_, f in rows if field in f}):
+                part = [(a, r) for _, a, r, f in rows if str(f.get(field)) == value]
+                figures = text_metrics([a for a, _ in part], [r for _, r in part], names)
+                slices.setdefault(field, {})[value] = {"rows": len(part), "metrics": figures}
+    report = {"rows": len(data.rows), "metrics": metrics, "slices": slices}
+    return Measured(data.name, metrics, report, lines)
+
+
+def _chat_loss(wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure) -> float:
+    total = units = 0.0
+    for batch in iterate_picks(data.corpus, data.share(ranks, how.micro_batch_tokens), workers=how.workers):
+        with wrapped.compute():
+            total += float(wrapped.model(batch).loss)
+        units += batch.units
+    total, units = sum_ranks(total, units)
+    return total / units
+
+
+def generate_set(
+    wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure, progress: Progress | None = None
+) -> list[tuple[str, str, str, dict[str, Any]]]:
+    """Greedy answers to every row's last turn: (id, answer, reference, fields), in the order of the file."""
+    processor = data.renderer.processor
+    stop = stop_ids(wrapped, processor)
+    picks = data.share(ranks, how.micro_batch_tokens)
+    alive = (lambda here: max_ranks(float(here))[0] > 0) if wrapped.sharded else (lambda here: here)
+    mine = []
+    for number, batch in enumerate(iterate_picks(data.corpus, picks, workers=how.workers, prompts=True)):
+        with wrapped.compute():
+            answers = generate_greedy(
+                wrapped.owner, batch, stop=stop, max_new_tokens=how.max_new_tokens, anyone_alive=alive
+            )
+        mine += [(row, processor.decode(a.ids)) for (row, _), a in zip(picks[number], answers, strict=True)]
+        if progress is not None:
+            progress(number + 1, len(picks))
+    out = []
+    for row, answer in sorted(pair for share in gather_objects(mine) for pair in share):
+        sample = data.index.load(data.index.rows[row], data.renderer)
+        assert isinstance(sample, ChatSample)
+        reference = "".join(p for p in sample.turns[-1].parts if isinstance(p, str))
+        out.append((sample.id, answer, reference, dict(sample.fields)))
+    return out
+
+
+def stop_ids(wrapped: Wrapped, processor: Any) -> tuple[int, ...]:
+    """Ids that end an answer: the generation config's, else the end of a turn."""
+    stop = wrapped.owner.hf.generation_config.eos_token_id  # type: ignore[union-attr]
+    if stop is None:
+        return (processor.control("<|im_end|>"),)
+    return tuple(stop) if isinstance(stop, list) else (int(stop),)

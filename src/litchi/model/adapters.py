@@ -1,0 +1,179 @@
+"""What trains: each part frozen, full or LoRA, by module path; and adapters as PEFT writes them.
+
+LoRA is injected by path per part, because a list of suffixes also hits the vision tower. `import peft` is slow, so
+it happens only where an adapter is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from litchi.errors import UsageError
+from litchi.model.build import Loaded
+from litchi.model.family import PARTS, Family, part
+
+if TYPE_CHECKING:
+    from litchi.config import Lora, Trainable
+
+ADAPTER = "default"  # PEFT's name of the only adapter
+
+
+def apply_trainable(loaded: Loaded, trainable: Trainable) -> dict[str, str]:
+    """Set what trains, in place. Returns part -> mode, as it came out.
+
+    Raises:
+        UsageError: LoRA on a tied head, nothing trainable, or a target name that matches no linear layer.
+    """
+    modes = {name: getattr(trainable, name).mode for name in PARTS}
+    if loaded.tied and modes["head"] == "lora":
+        raise UsageError(
+            "trainable.head=lora",
+            why="this model's head is its embedding, and a LoRA on it cannot be merged",
+            remedy="Leave trainable.head at frozen",
+        )
+    if loaded.tied and modes["head"] == "full" and modes["language"] != "full":
+        raise UsageError(
+            "trainable.head=full",
+            why="this model's head is its embedding, which belongs to the language part",
+            remedy="Set trainable.language=full too, or trainable.head=frozen",
+        )
+    if all(mode == "frozen" for mode in modes.values()):
+        raise UsageError("every part is frozen", why="nothing would be learnt", remedy="Set trainable.language=lora")
+    lora_parts = [name for name in PARTS if modes[name] == "lora"]
+    if lora_parts:
+        add_lora(loaded, lora_parts, trainable.lora)
+    for name, parameter in loaded.hf.named_parameters():
+        mode = modes[loaded.family.part_of(_plain_name(name))]
+        parameter.requires_grad_(_is_lora(name) if mode == "lora" else mode == "full")
+    return modes
+
+
+def add_lora(loaded: Loaded, parts: list[str], lora: Lora) -> None:
+    """Inject LoRA layers into the linears of some parts, in place. A: random by the global seed; B: zero."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    targets = [name for p in parts for name in lora_targets(loaded.hf, loaded.family, p, lora.targets)]
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        use_rslora=lora.variant == "rslora",
+        target_modules="|".join(re.escape(t) for t in targets),  # a regular expression over whole paths
+    )
+    inject_adapter_in_model(config, loaded.hf, ADAPTER)
+    for name, parameter in loaded.hf.named_parameters():
+        if _is_lora(name):
+            parameter.data = parameter.data.float()  # small and trained: full precision beside a bf16 base
+
+
+def lora_targets(hf: nn.Module, family: Family, name: str, wanted: tuple[str, ...] | None) -> list[str]:
+    """Paths of the linear layers of a part that LoRA sits on. UsageError when a wanted name matches none."""
+    names = family.linears(name) if wanted is None or name in ("merger", "head") else wanted
+    found = [
+        path
+        for path, module in hf.named_modules()
+        if isinstance(module, nn.Linear) and path.split(".")[-1] in names and family.part_of(path) == name
+    ]
+    missing = [n for n in names if not any(p.split(".")[-1] == n for p in found)] if wanted is not None else []
+    if missing or not found:
+        known = sorted({p.split(".")[-1] for p, m in hf.named_modules() if isinstance(m, nn.Linear) and _in(family, p, name)})
+        raise UsageError(
+            f"trainable.lora.targets has {', '.join(missing) or 'names'} that match no linear layer of the {name} part",
+            why=f"its layers are {', '.join(known)}",
+        )
+    return found
+
+
+def _in(family: Family, path: str, name: str) -> bool:
+    return family.part_of(path) == name
+
+
+def _is_lora(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def _plain_name(name: str) -> str:
+    """A parameter's name without what PEFT puts into it."""
+    return name.replace(".base_layer", "").split(".lora_")[0]
+
+
+def uses_lora(hf: nn.Module) -> bool:
+    return any(_is_lora(name) for name, _ in hf.named_parameters())
+
+
+# ------------------------------------------------------------------------------------------------- adapter folders
+
+
+def adapter_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Names of LoRA tensors as PEFT and vLLM expect them in adapter_model.safetensors."""
+    return {f"base_model.model.{n.replace(f'.{ADAPTER}.', '.')}": t for n, t in state.items() if _is_lora(n)}
+
+
+def adapter_config(hf: nn.Module, family: Family, lora: Lora, base: str) -> dict[str, Any]:
+    """adapter_config.json: explicit module paths, so that loading it elsewhere hits the same layers."""
+    targets = sorted(n.removesuffix(".lora_A") for n, _ in hf.named_modules() if n.endswith(".lora_A"))
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.variant == "rslora",
+        "target_modules": targets,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def load_adapter(loaded: Loaded, folder: Path) -> None:
+    """Put a PEFT adapter folder onto a model, in place; every key must find its place.
+
+    Raises:
+        UsageError: not an adapter folder, or missing or unexpected keys, with counts.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+    from safetensors.torch import load_file
+
+    path = folder / "adapter_model.safetensors"
+    if not path.is_file() or not (folder / "adapter_config.json").is_file():
+        raise UsageError(
+            "not an adapter folder", where=folder, why="adapter_config.json and adapter_model.safetensors are needed"
+        )
+    config = LoraConfig.from_pretrained(str(folder))
+    inject_adapter_in_model(config, loaded.hf, ADAPTER)
+    want = adapter_state(dict(loaded.hf.named_parameters()))
+    have = load_file(path)
+    missing, unexpected = sorted(want.keys() - have.keys()), sorted(have.keys() - want.keys())
+    if missing or unexpected:
+        raise UsageError(
+            f"the adapter has {len(missing)} missing and {len(unexpected)} unexpected keys of {len(want)}, "
+            f"the first {(missing or unexpected)[0]}",
+            where=folder,
+            why="an adapter that does not fit would leave the base model as it is",
+            remedy="Give the model it was trained on (model.path)",
+        )
+    with torch.no_grad():
+        for name, parameter in want.items():
+            parameter.copy_(have[name])
+    loaded.hf.requires_grad_(False)
+
+
+
+
+def adapter_base(folder: Path) -> str | None:
+    """The base an adapter folder names, or None when it is no adapter folder."""
+    path = folder / "adapter_config.json"
+    return json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"] if path.is_file() else None
+
+
+def part_modules(loaded: Loaded) -> dict[str, nn.Module]:
+    """The four parts by name."""
+    return {name: part(loaded.hf, getattr(loaded.family, name)) for name in PARTS}

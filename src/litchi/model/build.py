@@ -1,0 +1,164 @@
+"""A model from a folder, a hub id or the packaged base: resolve, load, and refuse what did not load whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from litchi.data.processor import Processor, load_processor
+from litchi.errors import MachineError, UsageError
+from litchi.model import attention
+from litchi.model.family import Family, find_family, part
+from litchi.model.scoring import ask_rows
+
+BUILTIN = "builtin:tiny"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Loaded:
+    """A model with what belongs to it. `folder` is where its weights and processor were read."""
+
+    hf: nn.Module
+    family: Family
+    processor: Processor
+    folder: Path
+    tied: bool
+
+
+def builtin_folder() -> Path:
+    """The packaged base model."""
+    return Path(str(resources.files("litchi"))) / "builtin" / "tiny"
+
+
+def resolve_model(path: str, *, first: bool = True, wait: Callable[[], None] = lambda: None) -> Path:
+    """Folder of a model, downloading it where that is asked for.
+
+    Args:
+        path: a folder, a hub id, `modelscope:ID` or `builtin:tiny`.
+        first: this is the rank of its machine that downloads.
+        wait: called once by every rank when the download is done.
+
+    Raises:
+        UsageError: no such folder, and it cannot be a hub id; MachineError: the download failed.
+    """
+    if path == BUILTIN:
+        return builtin_folder()
+    if Path(path).is_dir():
+        return Path(path)
+    if path.startswith("modelscope:"):
+        return _download(path, _modelscope, first, wait)
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path).suffix in {".yaml", ".json"}
+    if looks_local or Path(path).exists() or Path(path).parent.is_dir() and path.split("/")[0] not in ("", "."):
+        raise UsageError(
+            f"model.path={path} is not a model folder",
+            why="there is no such folder" if not Path(path).exists() else "it is a file",
+            remedy="Give a folder with config.json and *.safetensors, a hub id like Qwen/Qwen2.5-VL-3B-Instruct, "
+            f"modelscope:ID or {BUILTIN}",
+        )
+    return _download(path, _hub, first, wait)
+
+
+def _download(name: str, fetch: Callable[[str], str], first: bool, wait: Callable[[], None]) -> Path:
+    """The first rank of a machine downloads; the others find the files when it is done."""
+    failed: Exception | None = None
+    folder = ""
+    if first:
+        try:
+            folder = fetch(name)
+        except Exception as error:
+            failed = error
+    wait()
+    try:
+        if failed is not None:
+            raise failed
+        return Path(folder or fetch(name))
+    except Exception as error:
+        raise MachineError(
+            f"model.path={name} could not be fetched",
+            why=f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else 'no reason given'}",
+            remedy="Check the name and the network, or download it elsewhere and give the folder",
+        ) from error
+
+
+def _hub(name: str) -> str:
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"])
+
+
+def _modelscope(name: str) -> str:
+    try:
+        from modelscope import snapshot_download  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise MachineError("modelscope is not installed", remedy="pip install modelscope") from error
+    return snapshot_download(name.removeprefix("modelscope:"))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder; UsageError when it has none."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UsageError(
+            "config.json is missing", where=folder, why="it is not a model folder", remedy="Check model.path"
+        )
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def load_model(folder: Path, *, dtype: torch.dtype) -> Loaded:
+    """Load a model folder whole, or refuse.
+
+    The class is chosen by `model_type`, never by the folder's name. Every tensor of the class must be in the files
+    and every tensor of the files in the class (a tied head is the one exception).
+
+    Raises:
+        UsageError: not of the family, or tensors are missing, unexpected or of another shape, with counts.
+    """
+    import transformers
+
+    config = read_config(folder)
+    family = find_family(config, folder)
+    attention.register()
+    kind = getattr(transformers, family.architecture)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        hf, report = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True, local_files_only=True)
+    except OSError as error:
+        raise UsageError(
+            "the weights could not be read", where=folder, why=str(error).splitlines()[0][:200]
+        ) from error
+    _refuse_partial(report, folder)
+    hf.set_attn_implementation(attention.NAME)
+    hf.requires_grad_(False)
+    head = part(hf, family.head)
+    tied = head.weight is part(hf, family.embedding).weight
+    ask_rows(head)
+    return Loaded(hf=hf, family=family, processor=load_processor(folder), folder=folder, tied=tied)
+
+
+def _refuse_partial(report: dict[str, Any], folder: Path) -> None:
+    for name in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        found = sorted(map(str, report.get(name) or ()))
+        if found:
+            raise UsageError(
+                f"{len(found)} {name.replace('_', ' ')} in the weights, the first {found[0]}",
+                where=folder,
+                why="a model is loaded whole or not at all",
+                remedy="Download it again, or check that config.json and the weights belong together",
+            )
+
+
+def quiet_libraries() -> None:
+    """Keep libraries from speaking where Litchi does. Called by the command line, before models are loaded."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0")

@@ -1,0 +1,89 @@
+"""The one file with the model's names: which module is which part, and what the family's words are.
+
+To add a member of the family: one entry in `FAMILIES` and one row in `tests/test_family.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from litchi.errors import UsageError
+
+PARTS = ("vision", "merger", "language", "head")
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names of a model class of transformers. Paths are those of `named_modules()`.
+
+    Args:
+        model_type: `config.model_type`, the only thing a class is chosen by.
+        architecture: the class in transformers.
+        windowed: whether the vision tower attends in windows.
+        language_linears, vision_linears, merger_linears: the linear layers LoRA may sit on, by last name.
+    """
+
+    model_type: str
+    architecture: str
+    windowed: bool
+    vision: str = "model.visual"
+    merger: str = "model.visual.merger"
+    language: str = "model.language_model"
+    head: str = "lm_head"
+    embedding: str = "model.language_model.embed_tokens"
+    language_layers: str = "model.language_model.layers"
+    vision_blocks: str = "model.visual.blocks"
+    patch_embedding: str = "model.visual.patch_embed"
+    language_linears: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    vision_linears: tuple[str, ...] = ("qkv", "proj", "gate_proj", "up_proj", "down_proj")
+    merger_linears: tuple[str, ...] = ("0", "2")
+
+    def part_of(self, name: str) -> str:
+        """The part a parameter or module belongs to. A tied head has no parameter of its own: it is language."""
+        for part in ("merger", "vision", "language", "head"):  # the merger lies inside the vision tower
+            path = getattr(self, part)
+            if name == path or name.startswith(path + "."):
+                return part
+        raise ValueError(f"{name} belongs to no part of {self.model_type}")
+
+    def linears(self, part: str) -> tuple[str, ...]:
+        return {
+            "vision": self.vision_linears,
+            "merger": self.merger_linears,
+            "language": self.language_linears,
+            "head": (self.head,),
+        }[part]
+
+
+FAMILIES = {
+    "qwen2_5_vl": Family(
+        model_type="qwen2_5_vl", architecture="Qwen2_5_VLForConditionalGeneration", windowed=True
+    ),
+    "qwen2_vl": Family(
+        model_type="qwen2_vl",
+        architecture="Qwen2VLForConditionalGeneration",
+        windowed=False,
+        vision_linears=("qkv", "proj", "fc1", "fc2"),
+    ),
+}
+
+
+def find_family(config: dict[str, Any], where: object) -> Family:
+    """The family of a config.json. UsageError names the ones there are."""
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise UsageError(
+            f"model_type is {kind!r}",
+            where=where,
+            why=f"Litchi trains {', '.join(FAMILIES)}",
+            remedy="Give a Qwen2.5-VL or Qwen2-VL model (model.path)",
+        )
+    return FAMILIES[kind]
+
+
+def part(model: nn.Module, path: str) -> nn.Module:
+    """The submodule at a path of the family."""
+    return model.get_submodule(path)

@@ -1,0 +1,132 @@
+"""Pictures -> features in one call of the vision tower, with everything it loops over worked out beforehand.
+
+transformers' tower would build window indices and split queries per window in Python; it also accepts them ready
+made. Windows of equal size are laid side by side so that they are one attention piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from litchi.model.attention import Piece, Plan
+from litchi.types import VisionSpec
+
+Grid = tuple[int, int, int]
+
+
+@lru_cache(maxsize=4096)
+def _grid_layout(grid: Grid, merge: int, side: int | None):
+    """Of one picture: order of its merged tokens (windows, equal sizes together), runs (count, tokens), patch rows/columns.
+
+    The order numbers merged tokens; rows and columns are int64 [patches, 2] in the processor's order.
+    """
+    t, gh, gw = grid
+    h, w = gh // merge, gw // merge
+    tokens = np.arange(t * h * w).reshape(t, h, w)
+    if side is None:
+        windows = [tokens[f].reshape(-1) for f in range(t)]
+    else:
+        windows = [
+            tokens[f, i : i + side, j : j + side].reshape(-1)
+            for f in range(t)
+            for i in range(0, h, side)
+            for j in range(0, w, side)
+        ]
+        windows.sort(key=len, reverse=True)
+    runs: list[list[int]] = []
+    for window in windows:
+        if runs and runs[-1][1] == len(window):
+            runs[-1][0] += 1
+        else:
+            runs.append([1, len(window)])
+    rows, columns = np.indices((gh, gw))
+    blocks = [a.reshape(h, merge, w, merge).transpose(0, 2, 1, 3).reshape(-1) for a in (rows, columns)]
+    return np.concatenate(windows), tuple((n, size) for n, size in runs), np.tile(np.stack(blocks, 1), (t, 1))
+
+
+@dataclass(frozen=True)
+class VisionLayout:
+    """Of all pictures of a batch: window order [N], patch coordinates [P, 2], and the attention plan."""
+
+    order: Tensor
+    coordinates: Tensor
+    plan: Plan
+
+
+def vision_layout(grids: Sequence[Grid], spec: VisionSpec) -> VisionLayout:
+    """Lay the pictures of a batch side by side."""
+    unit = spec.merge * spec.merge
+    side = spec.window // spec.factor if spec.window else None
+    orders, coordinates, full, window = [], [], [], []
+    at = 0  # in patches
+    for grid in grids:
+        order, runs, where = _grid_layout(grid, spec.merge, side)
+        orders.append(order + at // unit)
+        coordinates.append(where)
+        full.append(Piece(at, at + len(where), at, at + len(where), False, grid[0]))
+        for count, size in runs:
+            end = at + count * size * unit
+            window.append(Piece(at, end, at, end, False, count))
+            at = end
+    return VisionLayout(
+        order=torch.from_numpy(np.concatenate(orders)),
+        coordinates=torch.from_numpy(np.concatenate(coordinates)),
+        plan=Plan(full=full, window=window),
+    )
+
+
+def mark_windowed(tower: nn.Module) -> None:
+    """Tell each attention module whether its layer is windowed; `spans_attention` reads it."""
+    full = getattr(tower, "fullatt_block_indexes", None)
+    for i, block in enumerate(tower.blocks):  # type: ignore[arg-type]
+        block.attn.windowed = full is not None and i not in full
+
+
+def normalise_patches(pixels: Tensor, spec: VisionSpec) -> Tensor:
+    """uint8 [P, 3 * patch^2] -> fp32 [P, 3 * temporal * patch^2], as the family's processor does it."""
+    mean = torch.tensor(spec.mean, device=pixels.device)[:, None] * 255
+    std = torch.tensor(spec.std, device=pixels.device)[:, None] * 255
+    frame = (pixels.view(len(pixels), 3, -1).float() - mean) / std
+    return frame[:, :, None].expand(-1, -1, spec.temporal, -1).reshape(len(pixels), -1)
+
+
+def encode_pictures(tower: nn.Module, pixels: Tensor, grids: Sequence[Grid], spec: VisionSpec) -> Tensor:
+    """One call of the tower for all pictures.
+
+    Args:
+        pixels: uint8 [P, 3 * patch^2].
+        grids: of each picture, in patches.
+
+    Returns:
+        Features [N, hidden] in the pictures' own token order.
+    """
+    layout = vision_layout(grids, spec)
+    device = pixels.device
+    count = len(pixels)
+    # one chunk: transformers splits q, k, v by these lengths in Python, and the plan knows the pieces
+    whole = torch.tensor([0, count])
+    windows = (
+        {"window_index": layout.order.to(device), "cu_window_seqlens": whole, "max_window_seqlen": count}
+        if spec.window
+        else {}
+    )
+    return tower(
+        normalise_patches(pixels, spec),
+        None,
+        position_ids=layout.coordinates.to(device),
+        cu_seqlens=whole,
+        max_seqlen=count,
+        plan=layout.plan,
+        **windows,
+    ).pooler_output
+
+
+def blank_picture(spec: VisionSpec, device: torch.device) -> tuple[Tensor, Grid]:
+    """The smallest picture there is, for a rank that has none: (pixels, grid)."""
+    return torch.zeros(spec.merge**2, 3 * spec.patch**2, dtype=torch.uint8, device=device), (1, spec.merge, spec.merge)

@@ -1,0 +1,140 @@
+"""What a run writes while it goes: one line per step in metrics.jsonl, eval.jsonl, TensorBoard, a line on the screen."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from litchi.types import StepResult
+
+
+def append_line(path: Path, record: Mapping[str, Any]) -> None:
+    """Append one JSON line and hand it to the system at once."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Lines of a JSONL file we wrote; none where there is no file. A half line at the end (a killed writer) is left out."""
+    if not path.is_file():
+        return []
+    out = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            out.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return out
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Keep the lines up to a step, so that each step stands once after a resume."""
+    if path.is_file():
+        kept = [json.dumps(r, ensure_ascii=False) + "\n" for r in read_lines(path) if r["step"] <= step]
+        part = path.with_suffix(".part")
+        part.write_text("".join(kept), encoding="utf-8")
+        os.replace(part, path)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most memory this process has held: on its GPU, or in RAM."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+# Dense bf16 peak rates from the makers' data sheets, in FLOP/s; a name is matched by its beginning.
+PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100": 989e12, "NVIDIA A100": 312e12, "NVIDIA L40S": 362e12}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Peak rate of a GPU we know; None elsewhere, and then no MFU is given."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((rate for known, rate in PEAK_FLOPS.items() if name.startswith(known)), None)
+
+
+class RunLog:
+    """Writes of rank 0. On other ranks every method does nothing."""
+
+    def __init__(self, folder: Path, *, main: bool, tensorboard: bool, total: int, every: int, out: TextIO = sys.stderr):
+        self.folder, self.main, self.total, self.every, self.out = folder, main, total, every, out
+        self.board = _open_board(folder) if main and tensorboard else None
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        if self.main:
+            print(text, file=self.out, flush=True)
+
+    def step(self, result: StepResult, extra: Mapping[str, Any]) -> None:
+        """Write a step everywhere."""
+        if not self.main:
+            return
+        record = {
+            "step": result.step,
+            "epoch": extra["epoch"],
+            "loss": result.loss,
+            "units": result.units,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "tokens": result.tokens,
+            "pixels": result.pixels,
+            **{k: v for k, v in extra.items() if k != "epoch"},
+            "skipped": result.skipped,
+        }
+        append_line(self.folder / "metrics.jsonl", record)
+        if self.board is not None:
+            for name in ("loss", "grad_norm", "lr", "tokens_per_s"):
+                self.board.add_scalar(f"train/{name}", record[name], result.step)
+        if result.step % self.every == 0 or result.step in (1, self.total):
+            self._line(result, record)
+
+    def _line(self, result: StepResult, record: Mapping[str, Any]) -> None:
+        left = record["step_s"] * (self.total - result.step)
+        self.say(
+            f"step {result.step:>{len(str(self.total))}}/{self.total}  loss {result.loss:.4f}  "
+            f"norm {result.grad_norm:.2f}  lr {result.lr:.1e}  {record['tokens_per_s']:,.0f} tokens/s  "
+            f"left {format_time(left)}" + ("  SKIPPED: not finite" if result.skipped else "")
+        )
+
+    def evaluation(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
+        """Write the figures of one set."""
+        if not self.main:
+            return
+        append_line(self.folder / "eval.jsonl", {"step": step, "name": name, "metrics": dict(metrics)})
+        if self.board is not None:
+            for key, value in metrics.items():
+                self.board.add_scalar(f"eval/{name}/{key}", value, step)
+        self.say(f"eval at step {step}  {name}: " + "  ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """Write a line of the journal."""
+        if self.main:
+            append_line(self.folder / "events.jsonl", {"event": kind, **facts})
+
+    def close(self) -> None:
+        if self.board is not None:
+            self.board.close()
+
+
+def _open_board(folder: Path):
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder / "tensorboard"))
+
+
+def format_time(seconds: float) -> str:
+    """1:02:03 or 2:03."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"

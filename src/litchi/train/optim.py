@@ -1,0 +1,74 @@
+"""The optimizer and its rate: groups by part, and the rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from litchi.model.family import Family
+
+if TYPE_CHECKING:
+    from litchi.config import Config
+
+
+def rate_at(step: int, *, total: int, warmup: int, schedule: str) -> float:
+    """Share of the full rate at a step counted from 1.
+
+    It rises from 1/warmup to 1 over the warm-up and then falls so that it would reach 0 one step after the last:
+    every step of a run moves the weights.
+    """
+    if step <= warmup:
+        return step / warmup
+    progress = (step - warmup) / (total - warmup + 1)
+    if schedule == "constant":
+        return 1.0
+    if schedule == "linear":
+        return 1.0 - progress
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def build_optimizer(model: nn.Module, family: Family, config: Config, *, prefix: str = "hf.") -> torch.optim.Optimizer:
+    """An optimizer over what trains, one group per (part, decays or not).
+
+    Decay goes to matrices only: not to biases, norms and embeddings; and not to the head under a rerank loss, where
+    all rows but two get no gradient and must stay.
+    """
+    groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        name = name[name.index(prefix) + len(prefix) :]
+        part = family.part_of(name.replace(".base_layer", "").split(".lora_")[0])
+        decays = parameter.ndim > 1 and not name.startswith(family.embedding) and part != "head"
+        if part == "head" and config.task == "chat":
+            decays = True
+        groups.setdefault((part, decays), []).append(parameter)
+    settings = config.optim
+    params = []
+    for (part, decays), members in sorted(groups.items(), key=lambda item: item[0]):
+        mode = getattr(config.trainable, part)
+        rate = mode.lr if mode.lr is not None else settings.lr
+        params.append(
+            {
+                "params": members,
+                "lr": rate,
+                "full_lr": rate,
+                "part": part,
+                "weight_decay": settings.weight_decay if decays else 0.0,
+            }
+        )
+    if settings.name == "sgd":
+        return torch.optim.SGD(params, lr=settings.lr)
+    sharded = any(isinstance(p, DTensor) for g in params for p in g["params"])
+    return torch.optim.AdamW(params, lr=settings.lr, betas=settings.betas, fused=not sharded)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, share: float) -> float:
+    """Set every group to its share of the full rate; returns the largest rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["full_lr"] * share
+    return max(g["lr"] for g in optimizer.param_groups)

@@ -1,0 +1,98 @@
+"""Metrics of generated text, in Chinese and English."""
+
+import random
+import unicodedata
+
+import pytest
+import sacrebleu
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from litchi.errors import DataError, UsageError
+from litchi.evaluate.text import _common, rouge_l, text_metrics, text_signatures
+
+ENGLISH = ["a small red cup with a white handle", "the lamp stands on the table"]
+CHINESE = ["红色的小杯子，白色把手", "台灯放在桌子上"]
+
+
+def test_equal_texts_are_perfect():
+    for texts in (ENGLISH, CHINESE):
+        found = text_metrics(texts, texts)
+        assert list(found) == ["exact_match", "bleu", "chrf", "rouge_l"]
+        assert found == pytest.approx({"exact_match": 1, "bleu": 100, "chrf": 100, "rouge_l": 1})
+
+
+def test_exact_match_ignores_white_space_around_and_unicode_form_only():
+    decomposed = unicodedata.normalize("NFD", "café")
+    assert text_metrics([f" {decomposed}\n", "Cup", "a  b"], ["café", "cup", "a b"])["exact_match"] == pytest.approx(
+        1 / 3
+    )
+
+
+@pytest.mark.parametrize("references, tokenizer", [(ENGLISH, "13a"), (CHINESE, "zh"), (ENGLISH + CHINESE, "zh")])
+def test_bleu_and_chrf_are_those_of_sacrebleu(references, tokenizer):
+    predictions = [text[:-2] + "x." for text in references]
+    found = text_metrics(predictions, references)
+    assert found["bleu"] == sacrebleu.corpus_bleu(predictions, [references], tokenize=tokenizer).score > 0
+    assert found["chrf"] == sacrebleu.corpus_chrf(predictions, [references]).score
+    signatures = text_signatures(references)
+    assert f"tok:{tokenizer}|" in signatures["bleu"]
+    assert "nrefs:1|" in signatures["bleu"] and "nc:6" in signatures["chrf"]
+
+
+def test_a_mixed_corpus_reports_each_language_too():
+    predictions = [
+        "a small red cup with a handle",
+        "the lamp stands on a table",
+        "红色小杯子，白色把手",
+        "台灯在桌子上",
+    ]
+    found = text_metrics(predictions, ENGLISH + CHINESE)
+    assert list(found) == ["exact_match", "bleu", "chrf", "rouge_l", "bleu_zh", "bleu_en"]
+    assert found["bleu_en"] == text_metrics(predictions[:2], ENGLISH)["bleu"]
+    assert found["bleu_zh"] == text_metrics(predictions[2:], CHINESE)["bleu"]
+
+
+def test_rouge_l_counts_characters_in_chinese_and_words_elsewhere():
+    assert rouge_l("红杯子", "红色杯子") == pytest.approx(2 * 3 / 7)
+    assert rouge_l("The cat sat.", "the cat lay") == pytest.approx(2 / 3)
+    assert rouge_l("iPhone手机", "iphone 手机") == 1
+    assert rouge_l("cups", "cup") == 0
+    assert rouge_l("police killed the gunman", "police kill the gunman") == pytest.approx(3 / 4)  # as in Lin 2004
+
+
+@pytest.mark.parametrize("a, b, score", [("", "", 1), ("", "x", 0), ("x", "", 0), ("!", "!", 1), ("!", "?", 0)])
+def test_rouge_l_without_tokens(a, b, score):
+    assert rouge_l(a, b) == score
+
+
+def lcs(a, b):
+    row = [0] * (len(b) + 1)
+    for x in a:
+        before = row[:]
+        for j, y in enumerate(b):
+            row[j + 1] = before[j] + 1 if x == y else max(before[j + 1], row[j])
+    return row[-1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text("abc", max_size=30), st.text("abcd", max_size=30))
+def test_common_subsequence_is_that_of_the_table(a, b):
+    assert _common(list(a), list(b)) == lcs(a, b)
+
+
+def test_long_texts_are_quick():
+    rng = random.Random(0)
+    a, b = (rng.choices("甲乙丙丁戊", k=4000) for _ in range(2))
+    assert 2000 < _common(a, b) < 4000
+
+
+def test_wrong_use():
+    with pytest.raises(DataError, match="no text to compare"):
+        text_metrics([], [])
+    with pytest.raises(ValueError, match="1 predictions for 2 references"):
+        text_metrics(["a"], ["a", "b"])
+    with pytest.raises(UsageError, match="Did you mean rouge_l"):
+        text_metrics(["a"], ["a"], ["rouge"])
+    assert list(text_metrics(["a"], ["a"], ["exact_match"])) == ["exact_match"]
+    assert text_metrics([""], ["a b"])["bleu"] == 0
