@@ -31,7 +31,9 @@ app = typer.Typer(
 data_app = typer.Typer(help="Check data before a run is paid for.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(data_app, name="data")
 
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings, as in docs/settings.md.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings, as in docs/settings.md.")
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Procs = Annotated[int | None, typer.Option("--procs", min=1, help="Ranks to start; default: one per GPU, or one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, all else on stderr.")]
@@ -107,7 +109,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Fine-tune Qwen2.5-VL and its rerankers, and prove it."""
 
@@ -120,7 +124,9 @@ def data_check(
     file: Annotated[str, typer.Argument(metavar="FILE")],
     overrides: Overrides = None,
     task: Annotated[str | None, typer.Option("--task", help="rerank or chat.")] = None,
-    write_clean: Annotated[str | None, typer.Option("--write-clean", metavar="OUT", help="Write the usable rows.")] = None,
+    write_clean: Annotated[
+        str | None, typer.Option("--write-clean", metavar="OUT", help="Write the usable rows.")
+    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -149,7 +155,9 @@ def train(
     overrides: Overrides = None,
     procs: Procs = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over; the old run is moved aside.")] = False,
-    allow_changed: Annotated[list[str] | None, typer.Option("--allow-changed", metavar="KEY", help="Resume although this setting changed.")] = None,
+    allow_changed: Annotated[
+        list[str] | None, typer.Option("--allow-changed", metavar="KEY", help="Resume although this setting changed.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Train, evaluate and export; the same command on the same folder resumes."""
@@ -171,8 +179,12 @@ def evaluate(
     overrides: Overrides = None,
     data: Annotated[str | None, typer.Option("--data", metavar="FILE", help="What to measure on.")] = None,
     run: Annotated[str | None, typer.Option("--run", metavar="RUN", help="Scores in TREC form or JSONL.")] = None,
-    qrels: Annotated[str | None, typer.Option("--qrels", metavar="QRELS", help="Relevance in TREC form or JSONL.")] = None,
-    against: Annotated[str | None, typer.Option("--against", metavar="TARGET", help="A second model, such as the base.")] = None,
+    qrels: Annotated[
+        str | None, typer.Option("--qrels", metavar="QRELS", help="Relevance in TREC form or JSONL.")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option("--against", metavar="TARGET", help="A second model, such as the base.")
+    ] = None,
     procs: Procs = None,
     as_json: AsJson = False,
     debug: Debug = False,

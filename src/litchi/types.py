@@ -46,8 +46,7 @@ class Media:
     def key(self) -> str:
         """Identity: two media with the same key are the same picture and are encoded once."""
         name = self.path if self.path is not None else "sha256:" + hashlib.sha256(self.data or b"").hexdigest()
-        cut = (self.start_s, self.end_s, self.fps)
-        return name if cut == (None, None, None) else f"{name}#{cut}"
+        return name if self.kind == "image" else f"{self.kind}:{name}#{self.start_s}-{self.end_s}@{self.fps}"
 
     @property
     def name(self) -> str:

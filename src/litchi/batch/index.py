@@ -17,11 +17,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from litchi.batch.schedule import choose_negatives
 from litchi.data.jsonl import Lines, RowError, read_offsets
-from litchi.data.media import Header, MediaError, grid_of, media_warnings
+from litchi.data.media import grid_of, media_warnings
 from litchi.data.render import Renderer
 from litchi.data.verdicts import Verdict, cache_root, check_media
 from litchi.types import ChatSample, Example, Finding, Media, RerankSample, Sample, Source
@@ -119,7 +117,10 @@ def scan_rows(lines: Lines, numbers: Sequence[int], renderer: Renderer, rules: S
         except RowError as error:
             findings.append(_row_finding(source, error.code, error.what))
     verdicts = check_media(
-        [m for _, s in samples for m in sample_media(s)], decode=rules.verify == "decoded", workers=1, cache=_verdicts()
+        [m for _, s in samples for m in sample_media(s)],
+        decode=rules.verify == "decoded",
+        cache=cache_root() / "media.sqlite",
+        window=renderer.window,
     )
     costs = []
     for i, sample in samples:
@@ -130,10 +131,6 @@ def scan_rows(lines: Lines, numbers: Sequence[int], renderer: Renderer, rules: S
         except RowError as error:
             findings.append(_row_finding(sample.source, error.code, error.what, rules))
     return costs, findings, _media_stamps(m for _, s in samples for m in sample_media(s))
-
-
-def _verdicts() -> Path:
-    return cache_root() / "media.sqlite"
 
 
 def _row_finding(source: Source, code: str, message: str, rules: ScanRules | None = None) -> Finding:
@@ -156,10 +153,10 @@ def _scan_sample(number: int, sample: Sample, verdicts: dict[str, Verdict], rend
     else:
         _check_all(sample_media(sample), verdicts)
     for media in {m.key: m for m in sample_media(usable)}.values():
-        for code, text in media_warnings(_header(verdicts[media.key])):
+        for code, text in media_warnings(verdicts[media.key].header):
             findings.append(Finding(sample.source.file, sample.source.line, "warning", code, f"{media.name}: {text}"))
     spec = renderer.processor.vision
-    example = renderer.render(usable, lambda media: grid_of(_header(verdicts[media.key]), spec))
+    example = renderer.render(usable, lambda media: grid_of(verdicts[media.key].header, spec))
     if isinstance(usable, RerankSample):
         numbers = {d.id: n for n, d in enumerate(sample.documents)}
         return _group_cost(number, usable, numbers, example, rules, findings), findings
@@ -172,10 +169,6 @@ def _check_all(media: Iterable[Media], verdicts: dict[str, Verdict]) -> None:
     for m in media:
         if verdicts[m.key].code is not None:
             raise RowError(str(verdicts[m.key].code), f"{m.name}: {verdicts[m.key].reason}")
-
-
-def _header(verdict: Verdict) -> Header:
-    return Header(verdict.width, verdict.height, verdict.frames)
 
 
 def _drop_bad_negatives(sample: RerankSample, verdicts: dict[str, Verdict], rules: ScanRules):
@@ -209,7 +202,9 @@ def _group_cost(
         if length <= rules.max_length:
             kept.append((document.label <= 0, numbers[document.id], length))
         elif document.label > 0 or rules.overlong == "error":
-            raise RowError("too_long", f"document {document.id}: {length} tokens, data.max_length is {rules.max_length}")
+            raise RowError(
+                "too_long", f"document {document.id}: {length} tokens, data.max_length is {rules.max_length}"
+            )
         else:
             text = f"document {document.id} left out: {length} tokens, data.max_length is {rules.max_length}"
             findings.append(Finding(sample.source.file, sample.source.line, "warning", "too_long", text))
@@ -308,7 +303,10 @@ def _map_chunks(lines, chunks, renderer, rules, workers):
         yield from (scan_rows(lines, chunk, renderer, rules) for chunk in chunks)
         return
     with ProcessPoolExecutor(
-        min(workers, len(chunks)), mp_context=get_context("fork"), initializer=_start_worker, initargs=(lines, renderer, rules)
+        min(workers, len(chunks)),
+        mp_context=get_context("fork"),
+        initializer=_start_worker,
+        initargs=(lines, renderer, rules),
     ) as pool:
         yield from pool.map(_scan_in_worker, chunks)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DataError, UsageError
+from litchi.errors import DataError, UsageError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -1,6 +1,6 @@
 """Measure a model on named sets: sharded over ranks, no row twice, no hang on uneven or empty ranks.
 
-    SourceIndex -> micro-batches (the same number on every rank, some empty) -> scores or answers -> a report on all ranks
+SourceIndex -> micro-batches (the same number on every rank, some empty) -> scores or answers -> a report on all ranks
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class Measure:
     generate: bool = True
 
 
-def measure_set(wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure, progress: Progress | None = None) -> Measured:
+def measure_set(
+    wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure, progress: Progress | None = None
+) -> Measured:
     """Measure one set on all ranks; every rank returns the same."""
     training = wrapped.model.training
     wrapped.model.eval()

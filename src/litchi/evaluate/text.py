@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from sacrebleu.metrics import BLEU, CHRF
 
-from ..errors import DataError, UsageError
+from litchi.errors import DataError, UsageError
 
 _HAN = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U000323af"
 _KANA = "\u3040-\u30ff\u31f0-\u31ff"

@@ -83,7 +83,9 @@ def lora_targets(hf: nn.Module, family: Family, name: str, wanted: tuple[str, ..
     ]
     missing = [n for n in names if not any(p.split(".")[-1] == n for p in found)] if wanted is not None else []
     if missing or not found:
-        known = sorted({p.split(".")[-1] for p, m in hf.named_modules() if isinstance(m, nn.Linear) and _in(family, p, name)})
+        known = sorted(
+            {p.split(".")[-1] for p, m in hf.named_modules() if isinstance(m, nn.Linear) and _in(family, p, name)}
+        )
         raise UsageError(
             f"trainable.lora.targets has {', '.join(missing) or 'names'} that match no linear layer of the {name} part",
             why=f"its layers are {', '.join(known)}",
@@ -164,8 +166,6 @@ def load_adapter(loaded: Loaded, folder: Path) -> None:
         for name, parameter in want.items():
             parameter.copy_(have[name])
     loaded.hf.requires_grad_(False)
-
-
 
 
 def adapter_base(folder: Path) -> str | None:

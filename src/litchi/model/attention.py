@@ -164,7 +164,10 @@ def pieces_backward(grad, q, k, v, out, lse, pieces: Sequence[Piece], scale: flo
     for p in pieces:
         query, key = (p.q0, p.q1, p.count), (p.k0, p.k1, p.count)
         part = block(
-            *(_cut(t, *where) for t, where in ((grad, query), (q, query), (k, key), (v, key), (out, query), (lse, query))),
+            *(
+                _cut(t, *where)
+                for t, where in ((grad, query), (q, query), (k, key), (v, key), (out, query), (lse, query))
+            ),
             p.causal,
             scale,
         )
@@ -196,8 +199,12 @@ def _lengths(level: Sequence[Piece], device: torch.device):
     """Index of the queries and keys of a level, cumulative lengths, largest lengths."""
     queries, keys = [], []
     for p in level:
-        queries += [(p.q0 + i * (p.q1 - p.q0) // p.count, p.q0 + (i + 1) * (p.q1 - p.q0) // p.count) for i in range(p.count)]
-        keys += [(p.k0 + i * (p.k1 - p.k0) // p.count, p.k0 + (i + 1) * (p.k1 - p.k0) // p.count) for i in range(p.count)]
+        queries += [
+            (p.q0 + i * (p.q1 - p.q0) // p.count, p.q0 + (i + 1) * (p.q1 - p.q0) // p.count) for i in range(p.count)
+        ]
+        keys += [
+            (p.k0 + i * (p.k1 - p.k0) // p.count, p.k0 + (i + 1) * (p.k1 - p.k0) // p.count) for i in range(p.count)
+        ]
 
     def pack(ranges):
         sizes = torch.tensor([0] + [b - a for a, b in ranges])
@@ -221,7 +228,9 @@ def varlen_forward(q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Piece], sca
         else:
             before = lse[qi]
             merged = torch.logaddexp(before, part)
-            weighted = out[qi].float() * (before - merged).exp()[..., None] + o.float() * (part - merged).exp()[..., None]
+            weighted = (
+                out[qi].float() * (before - merged).exp()[..., None] + o.float() * (part - merged).exp()[..., None]
+            )
             out[qi], lse[qi] = weighted.to(out.dtype), merged
     return out, lse
 

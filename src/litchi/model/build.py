@@ -57,7 +57,7 @@ def resolve_model(path: str, *, first: bool = True, wait: Callable[[], None] = l
     if path.startswith("modelscope:"):
         return _download(path, _modelscope, first, wait)
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path).suffix in {".yaml", ".json"}
-    if looks_local or Path(path).exists() or Path(path).parent.is_dir() and path.split("/")[0] not in ("", "."):
+    if looks_local or Path(path).exists() or (Path(path).parent.is_dir() and path.split("/")[0] not in ("", ".")):
         raise UsageError(
             f"model.path={path} is not a model folder",
             why="there is no such folder" if not Path(path).exists() else "it is a file",
@@ -133,9 +133,7 @@ def load_model(folder: Path, *, dtype: torch.dtype) -> Loaded:
     try:
         hf, report = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True, local_files_only=True)
     except OSError as error:
-        raise UsageError(
-            "the weights could not be read", where=folder, why=str(error).splitlines()[0][:200]
-        ) from error
+        raise UsageError("the weights could not be read", where=folder, why=str(error).splitlines()[0][:200]) from error
     _refuse_partial(report, folder)
     hf.set_attn_implementation(attention.NAME)
     hf.requires_grad_(False)

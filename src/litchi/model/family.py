@@ -59,9 +59,7 @@ class Family:
 
 
 FAMILIES = {
-    "qwen2_5_vl": Family(
-        model_type="qwen2_5_vl", architecture="Qwen2_5_VLForConditionalGeneration", windowed=True
-    ),
+    "qwen2_5_vl": Family(model_type="qwen2_5_vl", architecture="Qwen2_5_VLForConditionalGeneration", windowed=True),
     "qwen2_vl": Family(
         model_type="qwen2_vl",
         architecture="Qwen2VLForConditionalGeneration",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 def launched() -> bool:
     """Whether a launcher (torchrun, accelerate, srun) has started this process as one rank of several."""
-    return "WORLD_SIZE" in os.environ or "SLURM_NTASKS" in os.environ and "SLURM_PROCID" in os.environ
+    return "WORLD_SIZE" in os.environ or ("SLURM_NTASKS" in os.environ and "SLURM_PROCID" in os.environ)
 
 
 def default_procs() -> int:

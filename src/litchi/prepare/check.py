@@ -19,9 +19,7 @@ from litchi.train.progress import count_progress
 
 def check_files(config: Config, processor: Processor) -> Corpus:
     """Scan the files of `data.train` whole, with a progress bar."""
-    return index_sources(
-        config, config.data.train, processor, progress=lambda name: count_progress(f"checking {name}")
-    )
+    return index_sources(config, config.data.train, processor, progress=lambda name: count_progress(f"checking {name}"))
 
 
 def check_report(corpus: Corpus) -> dict[str, Any]:
@@ -43,7 +41,9 @@ def check_report(corpus: Corpus) -> dict[str, Any]:
 
 def format_report(report: dict[str, Any]) -> str:
     """The same for people: one line per finding, totals, and counts per code."""
-    lines = [f"{Path(f['file']).name}:{f['line']}: {f['severity']}: {f['code']}: {f['message']}" for f in report["findings"]]
+    lines = [
+        f"{Path(f['file']).name}:{f['line']}: {f['severity']}: {f['code']}: {f['message']}" for f in report["findings"]
+    ]
     counts = Counter((f["severity"], f["code"]) for f in report["findings"])
     lines.append(
         f"{report['usable']:,} of {report['rows']:,} rows usable, {report['tokens']:,} tokens, {report['pixels']:,} pixels"

@@ -41,7 +41,13 @@ PROCESSOR_FILES = (
 
 
 def export_model(
-    owner: LitchiModel, base: Path, out: Path, ranks: Ranks, facts: Mapping[str, Any], *, dtype: torch.dtype | None = None
+    owner: LitchiModel,
+    base: Path,
+    out: Path,
+    ranks: Ranks,
+    facts: Mapping[str, Any],
+    *,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write the merged model. All ranks call it; rank 0 writes.
 

@@ -253,9 +253,7 @@ def build_wrapped(
         score_loss=score_loss,
     )
     owner.train()
-    return apply_parallel(
-        owner, layout, ranks, precision=precision, checkpoint=config.train.checkpoint_activations
-    )
+    return apply_parallel(owner, layout, ranks, precision=precision, checkpoint=config.train.checkpoint_activations)
 
 
 def _fits_whole(loaded: Loaded, device: torch.device) -> bool:
@@ -474,5 +472,3 @@ def _finish(run: Run, last: int) -> None:
 def run_config(folder: Path) -> Config:
     """The resolved settings of a run's folder."""
     return load_config(folder / "config.yaml")
-
-

@@ -32,9 +32,7 @@ def guess_task(data: str) -> str:
     return "chat" if isinstance(first, dict) and "messages" in first else "rerank"
 
 
-def open_set(
-    target: Target, config: Config, data: str, ranks: Ranks, *, require_labels: bool
-) -> EvalSet:
+def open_set(target: Target, config: Config, data: str, ranks: Ranks, *, require_labels: bool) -> EvalSet:
     """Scan the rows to measure on; bad rows stop it or are left out and counted, as the settings say."""
     processor = load_processor(resolve_model(target.base, first=ranks.local_rank == 0, wait=barrier))
     corpus = index_sources(

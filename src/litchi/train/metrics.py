@@ -65,7 +65,9 @@ def peak_flops(device: torch.device) -> float | None:
 class RunLog:
     """Writes of rank 0. On other ranks every method does nothing."""
 
-    def __init__(self, folder: Path, *, main: bool, tensorboard: bool, total: int, every: int, out: TextIO = sys.stderr):
+    def __init__(
+        self, folder: Path, *, main: bool, tensorboard: bool, total: int, every: int, out: TextIO = sys.stderr
+    ):
         self.folder, self.main, self.total, self.every, self.out = folder, main, total, every, out
         self.board = _open_board(folder) if main and tensorboard else None
 

@@ -1,7 +1,7 @@
 """One optimizer step on all ranks: units first, loss sums, one clip, one decision.
 
-    sum the units over ranks -> each micro-batch gives a loss sum, scaled by data ranks / units, and is back-propagated
-    -> gradients are synchronised on the last one -> the norm is clipped once -> all ranks decide alike -> update
+sum the units over ranks -> each micro-batch gives a loss sum, scaled by data ranks / units, and is back-propagated
+-> gradients are synchronised on the last one -> the norm is clipped once -> all ranks decide alike -> update
 """
 
 from __future__ import annotations
@@ -119,7 +119,9 @@ def gradient_norm(parameters) -> float:
             continue
         copies = 0.0  # of a whole gradient: every rank has it, so it is not summed
         if isinstance(grad, DTensor):
-            copies = math.prod(grad.device_mesh.size(i) for i, p in enumerate(grad.placements) if isinstance(p, Replicate))
+            copies = math.prod(
+                grad.device_mesh.size(i) for i, p in enumerate(grad.placements) if isinstance(p, Replicate)
+            )
             grad = grad.to_local()
         squares.setdefault(copies, []).append(grad.double().pow(2).sum())
     for copies, parts in squares.items():

@@ -72,15 +72,15 @@ def _run_target(name: str, folder: Path) -> Target:
         return Target(name, str(export), facts=_facts(json.loads((export / MANIFEST).read_text(encoding="utf-8"))))
     saved = list_checkpoints(folder)
     if not saved:
-        raise UsageError("the run has no checkpoint yet", where=folder, remedy="Let it train on, or give another target")
+        raise UsageError(
+            "the run has no checkpoint yet", where=folder, remedy="Let it train on, or give another target"
+        )
     return _checkpoint_target(name, saved[-1])
 
 
 def _checkpoint_target(name: str, checkpoint: Checkpoint) -> Target:
     manifest = checkpoint.manifest
-    return Target(
-        name, manifest["base"], checkpoint=checkpoint, facts=_facts(manifest), settings=manifest["settings"]
-    )
+    return Target(name, manifest["base"], checkpoint=checkpoint, facts=_facts(manifest), settings=manifest["settings"])
 
 
 def _facts(manifest: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
