@@ -58,3 +58,54 @@ def _skip(items, keyword, reason):
     for item in items:
         if keyword in item.keywords:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+# ---- The packaged base model, loaded once per process by Litchi and by transformers. Tests leave its weights alone.
+
+PIXELS = (3136, 50176)  # a budget under which pictures of different sizes have different grids
+
+
+@pytest.fixture(scope="session")
+def base_folder():
+    from litchi.model.build import builtin_folder
+
+    return builtin_folder()
+
+
+@pytest.fixture(scope="session")
+def processor(base_folder):
+    from litchi.data.processor import load_processor
+
+    return load_processor(base_folder).with_pixels(*PIXELS)
+
+
+@pytest.fixture(scope="session")
+def loaded(base_folder):
+    """The base as Litchi loads it, fp32, every parameter trainable."""
+    import torch
+
+    from litchi.model.build import load_model
+
+    found = load_model(base_folder, dtype=torch.float32)
+    found.hf.requires_grad_(True)
+    return found
+
+
+@pytest.fixture(scope="session")
+def hf_model(base_folder):
+    """The oracle: the base as transformers loads and runs it."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(base_folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def hf_processor(base_folder):
+    """The oracle of what goes into the model, with the budget of `processor`."""
+    import transformers
+
+    found = transformers.AutoProcessor.from_pretrained(base_folder)
+    found.image_processor.size = {"shortest_edge": PIXELS[0], "longest_edge": PIXELS[1]}
+    return found

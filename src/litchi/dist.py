@@ -5,8 +5,9 @@ Without a launcher there is one rank and a group of one, so that every path is t
 
 from __future__ import annotations
 
-import logging
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,9 +16,6 @@ import torch
 import torch.distributed as dist
 
 from litchi.errors import MachineError
-
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class Ranks:
@@ -46,11 +44,30 @@ def pick_device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def slurm_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """torchrun's variables for a task of an `srun` step of several tasks; none elsewhere.
+
+    Inside a batch script SLURM_PROCID and SLURM_NTASKS are set too, but no step is running: there Litchi starts the
+    ranks itself. All tasks meet at the step's first node, at a port made from the job and the step.
+    """
+    if int(env.get("SLURM_STEP_NUM_TASKS", 1)) == 1 or "SLURM_PROCID" not in env:
+        return {}
+    first = re.match(r"([^,\[]+)(?:\[(\d+))?([^,\[\]]*)", env.get("SLURM_STEP_NODELIST", "127.0.0.1"))
+    job, step = int(env.get("SLURM_JOB_ID", 0)), int(env.get("SLURM_STEP_ID", 0))
+    return {
+        "RANK": env["SLURM_PROCID"],
+        "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
+        "MASTER_ADDR": "".join(first.groups("")[:2]) if first else "127.0.0.1",
+        "MASTER_PORT": str(20000 + (job * 7 + step) % 20000),
+    }
+
+
 def start_ranks(timeout_s: float = 600.0) -> Ranks:
-    """Join the ranks a launcher started (torchrun, accelerate, srun with its variables), or be the only one."""
-    rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
-    world = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
-    local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
+    """Join the ranks a launcher started (torchrun, accelerate, srun), or be the only one."""
+    for name, value in slurm_variables(os.environ).items():
+        os.environ.setdefault(name, value)
+    rank, world, local = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     device = pick_device(local)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -60,9 +77,6 @@ def start_ranks(timeout_s: float = 600.0) -> Ranks:
         if world == 1:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
         else:
-            os.environ.setdefault("RANK", str(rank))
-            os.environ.setdefault("WORLD_SIZE", str(world))
-            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
             dist.init_process_group(backend, rank=rank, world_size=world, timeout=wait)
     if device.type == "cpu" and world >= (os.cpu_count() or 1):
         torch.set_num_threads(1)  # two threads per rank on as many cores ran 30x slower than one

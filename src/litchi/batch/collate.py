@@ -43,7 +43,7 @@ def collate(
     runs: dict[int, tuple[int, int, int]] = {}
     image_at, image_from, rows, targets = [], [], [], []
     groups: list[tuple[int, int]] = []
-    offset = 0
+    offset = scored = 0
     for example in examples:
         base = len(spans)
         spans += [(a + offset, b + offset, p + base if p >= 0 else -1) for a, b, p in example.spans]
@@ -55,13 +55,14 @@ def collate(
             image_from.append(np.arange(first, first + count))
         new_rows, new_targets = _needed_rows(example)
         if example.scored:
-            groups.append((sum(map(len, rows)), sum(map(len, rows)) + len(new_rows)))
+            groups.append((scored, scored + len(new_rows)))
+            scored += len(new_rows)
         rows.append(new_rows + offset)
         targets.append(new_targets)
         offset += example.tokens
     ids = np.concatenate([e.ids for e in examples]).astype(np.int64)
-    at = np.concatenate(image_at) if image_at else np.zeros(0, np.int64)
-    assert (ids == processor.control(IMAGE_PAD)).sum() == len(at), "picture tokens and picture features differ"
+    places = _joined(image_at)
+    assert (ids == processor.control(IMAGE_PAD)).sum() == len(places), "picture tokens and picture features differ"
     target = torch.from_numpy(np.concatenate(targets))
     return Batch(
         ids=torch.from_numpy(ids),
@@ -69,8 +70,8 @@ def collate(
         spans=tuple(spans),
         pixels=torch.from_numpy(pixels),
         grids=tuple(grids),
-        image_at=torch.from_numpy(at),
-        image_from=torch.from_numpy(np.concatenate(image_from) if image_from else np.zeros(0, np.int64)),
+        image_at=torch.from_numpy(places),
+        image_from=torch.from_numpy(_joined(image_from)),
         rows=torch.from_numpy(np.concatenate(rows)),
         targets=target,
         groups=tuple(groups),
@@ -78,6 +79,10 @@ def collate(
         samples=tuple(e.id for e in examples),
         units=len(target) if count_units is None else count_units(target, groups),
     )
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
 def _place_pictures(examples: Sequence[Example], patches: Mapping[str, np.ndarray], merge: int):

@@ -19,7 +19,7 @@ from typing import Any
 
 from litchi.batch.schedule import choose_negatives
 from litchi.data.jsonl import Lines, RowError, read_offsets
-from litchi.data.media import grid_of, media_warnings
+from litchi.data.media import RULES, grid_of, media_warnings
 from litchi.data.render import Renderer
 from litchi.data.verdicts import Verdict, cache_root, check_media
 from litchi.types import ChatSample, Example, Finding, Media, RerankSample, Sample, Source
@@ -157,7 +157,7 @@ def _scan_sample(number: int, sample: Sample, verdicts: dict[str, Verdict], rend
             findings.append(Finding(sample.source.file, sample.source.line, "warning", code, f"{media.name}: {text}"))
     spec = renderer.processor.vision
     example = renderer.render(usable, lambda media: grid_of(verdicts[media.key].header, spec))
-    if isinstance(usable, RerankSample):
+    if isinstance(sample, RerankSample) and isinstance(usable, RerankSample):
         numbers = {d.id: n for n, d in enumerate(sample.documents)}
         return _group_cost(number, usable, numbers, example, rules, findings), findings
     if example.tokens > rules.max_length:
@@ -327,11 +327,14 @@ def _index_key(path: str, renderer: Renderer, rules: ScanRules) -> str:
     processor = renderer.processor
     parts = [
         INDEX_VERSION,
+        RULES,
+        path,
         os.path.abspath(path),
         _stamp(path),
         renderer.task,
         renderer.instruction,
         renderer.media_root,
+        renderer.window,
         asdict(renderer.template) if renderer.template else None,
         hashlib.sha256(processor.tokenizer_json.encode()).hexdigest(),
         processor.chat_template,

@@ -80,7 +80,7 @@ def _draw(seed: int, source: int, size: int, first: int, count: int) -> np.ndarr
 
 
 def choose_negatives(seed: int, epoch: int, query_id: str, available: int, wanted: int | None) -> tuple[int, ...]:
-    """Which of a group's negatives take part in an epoch, in the order of the file; a function of its arguments only."""
+    """Choose the negatives of a group that take part in an epoch: a pure function, in the order of the file."""
     if wanted is None or wanted >= available:
         return tuple(range(available))
     digest = hashlib.sha256(f"{seed}/{epoch}/{query_id}".encode()).digest()

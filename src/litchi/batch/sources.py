@@ -87,7 +87,8 @@ def refuse_bad(indexes: Sequence[SourceIndex], config: Config) -> list[Finding]:
                 f"{rows} of {len(index.lines)} rows are bad",
                 where=index.path,
                 why="\n" + list_findings(bad),
-                remedy=f"\nMend them, or leave them out with data.on_bad_media=skip (at most {_percent(config)} of the rows)",
+                remedy="\nMend them, or leave them out with data.on_bad_media=skip "
+                f"(at most {_percent(config)} of the rows)",
             )
         if rows > config.data.max_bad_fraction * len(index.lines):
             raise DataError(

@@ -154,8 +154,9 @@ def _read_vision(folder: Path) -> VisionSpec:
         merge=picture["merge_size"],
         temporal=picture["temporal_patch_size"],
         window=config.get("window_size"),
-        min_pixels=size.get("shortest_edge") or picture["min_pixels"],
-        max_pixels=size.get("longest_edge") or picture["max_pixels"],
+        # where both spellings stand, transformers takes the older one
+        min_pixels=picture.get("min_pixels") or size["shortest_edge"],
+        max_pixels=picture.get("max_pixels") or size["longest_edge"],
         mean=tuple(picture["image_mean"]),
         std=tuple(picture["image_std"]),
     )

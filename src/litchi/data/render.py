@@ -8,9 +8,10 @@ Rerank: one prompt per document, each tokenised whole; the group's prefix is the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 
@@ -40,7 +41,7 @@ class Renderer:
         window: grey levels (low, high) of 16-bit pictures; None divides by 257.
     """
 
-    task: str
+    task: Literal["chat", "rerank"]
     processor: Processor
     template: RerankTemplate | None = None
     instruction: str | None = None
@@ -126,6 +127,7 @@ class _Stream:
 @lru_cache(maxsize=4096)
 def _skeleton(template: str, shape: tuple[tuple[str, tuple[str, ...]], ...], prompt: bool) -> str:
     """Render the chat template for turns of this shape (role, kinds of parts), texts as numbered placeholders."""
+    from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template
 
     messages, number = [], 0
@@ -136,16 +138,22 @@ def _skeleton(template: str, shape: tuple[tuple[str, tuple[str, ...]], ...], pro
             number += kind == "text"
         only_text = all(kind == "text" for kind in kinds)
         messages.append({"role": role, "content": "".join(p["text"] for p in parts) if only_text else parts})
-    rendered, _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=prompt)
+    try:
+        rendered, _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=prompt)
+    except TemplateError as error:  # a template may refuse an order of roles
+        roles = ", ".join(role for role, _ in shape) or "none"
+        raise RowError("chat_template", f"the chat template refuses turns of {roles}: {error}") from None
     return rendered[0]
 
 
 def _chat_stream(sample: ChatSample, processor: Processor, *, prompt: bool = False) -> _Stream:
     if processor.chat_template is None:
         raise RowError("no_chat_template", "the model folder has no chat template (chat_template.jinja)")
-    shape = tuple((t.role, tuple("text" if isinstance(p, str) else p.kind for p in t.parts)) for t in sample.turns)
-    texts = [(p, t.role == "assistant", t.train) for t in sample.turns for p in t.parts if isinstance(p, str)]
-    media = iter([p for t in sample.turns for p in t.parts if isinstance(p, Media)])
+    # an empty turn holds an empty text, so that the end of an empty answer is found and learnt
+    turns = [(t, t.parts or ("",)) for t in sample.turns]
+    shape = tuple((t.role, tuple("text" if isinstance(p, str) else p.kind for p in parts)) for t, parts in turns)
+    texts = [(p, t.role == "assistant", t.train) for t, parts in turns for p in parts if isinstance(p, str)]
+    media = iter([p for _, parts in turns for p in parts if isinstance(p, Media)])
     out = _Stream(processor)
     # the split gives literal, number, literal, number, ...: an answer's end of turn opens the literal behind it
     pieces = _SLOT.split(_skeleton(processor.chat_template, shape, prompt))
@@ -180,7 +188,7 @@ def _close_answer(out: _Stream, literal: str, trained: bool) -> str:
     return literal
 
 
-def _push_literal(out: _Stream, literal: str, media) -> None:
+def _push_literal(out: _Stream, literal: str, media: Iterator[Media]) -> None:
     for i, piece in enumerate(out.processor.split_controls(literal)):
         if piece in (IMAGE_PAD, VIDEO_PAD):
             out.picture(next(media))

@@ -47,8 +47,8 @@ class Piece:
 class Plan:
     """What attends to what in one forward. An opaque object, so that FSDP's and checkpointing's walks skip it.
 
-    `full` are the pieces of ordinary layers, `window` those of the vision tower's windowed layers. `keys` and
-    `decode` are set while generating (`model/generate.py`).
+    `full` are the pieces of ordinary layers, `window` those of the vision tower's windowed layers; `cache` is the
+    `KeyValueCache` while generating (`model/generate.py`).
     """
 
     full: Sequence[Piece]
@@ -124,9 +124,6 @@ def _math_block_backward(grad, q, k, v, out, lse, causal: bool, scale: float):
     dk, dv = ds.transpose(-1, -2) @ q.float(), weight.transpose(-1, -2) @ g
     dk, dv = (t.unflatten(1, (-1, group)).sum(2) for t in (dk, dv))
     return (ds @ keys).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-FLASH, MATH = (_flash_block, _flash_block_backward), (_math_block, _math_block_backward)
 
 
 def pieces_forward(
@@ -272,13 +269,13 @@ class PieceAttention(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        saved = ctx.saved_tensors
+        q, k, v, out, lse = ctx.saved_tensors
         if not grad.is_cuda:
-            grads = pieces_backward(grad, *saved, ctx.pieces, ctx.scale)
+            grads = pieces_backward(grad, q, k, v, out, lse, ctx.pieces, ctx.scale)
         elif grad.dtype == torch.float32:
-            grads = pieces_backward(grad, *saved, ctx.pieces, ctx.scale, _math_block_backward)
+            grads = pieces_backward(grad, q, k, v, out, lse, ctx.pieces, ctx.scale, _math_block_backward)
         else:
-            grads = varlen_backward(grad, *saved, ctx.pieces, ctx.scale)
+            grads = varlen_backward(grad, q, k, v, out, lse, ctx.pieces, ctx.scale)
         return *grads, None, None
 
 
@@ -301,7 +298,7 @@ def spans_attention(
     plan: Plan | None = None,
     **kwargs,
 ):
-    """The attention function transformers calls: query [1, Hq, T, D], key, value [1, Hk, T, D] -> ([1, T, Hq, D], None)."""
+    """What transformers calls: query [1, Hq, T, D], key and value [1, Hk, T, D] -> ([1, T, Hq, D], None)."""
     if plan is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -312,7 +309,7 @@ def spans_attention(
         decoded = plan.cache.attend(module, q, k, v, scale)  # type: ignore[attr-defined]
         if decoded is not None:
             return decoded[None], None
-    pieces = plan.window if plan.window is not None and getattr(module, "windowed", False) else plan.full
+    pieces = plan.window if plan.window is not None and module.windowed else plan.full
     # under autocast rope hands back fp32 queries and keys beside bf16 values
     return PieceAttention.apply(q.to(v.dtype), k.to(v.dtype), v, pieces, scale)[None], None
 

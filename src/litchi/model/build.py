@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from litchi.data.processor import Processor, load_processor
@@ -18,6 +19,7 @@ from litchi.errors import MachineError, UsageError
 from litchi.model import attention
 from litchi.model.family import Family, find_family, part
 from litchi.model.scoring import ask_rows
+from litchi.model.vision import mark_windowed
 
 BUILTIN = "builtin:tiny"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -130,9 +132,16 @@ def load_model(folder: Path, *, dtype: torch.dtype) -> Loaded:
     kind = getattr(transformers, family.architecture)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    processor = load_processor(folder)  # before the weights, which take longer to read
     try:
-        hf, report = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True, local_files_only=True)
-    except OSError as error:
+        hf, report = kind.from_pretrained(
+            folder,
+            dtype=dtype,
+            output_loading_info=True,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # so that they are in the report, and refused by us
+        )
+    except (OSError, SafetensorError) as error:
         raise UsageError("the weights could not be read", where=folder, why=str(error).splitlines()[0][:200]) from error
     _refuse_partial(report, folder)
     hf.set_attn_implementation(attention.NAME)
@@ -140,7 +149,8 @@ def load_model(folder: Path, *, dtype: torch.dtype) -> Loaded:
     head = part(hf, family.head)
     tied = head.weight is part(hf, family.embedding).weight
     ask_rows(head)
-    return Loaded(hf=hf, family=family, processor=load_processor(folder), folder=folder, tied=tied)
+    mark_windowed(part(hf, family.vision))
+    return Loaded(hf=hf, family=family, processor=processor, folder=folder, tied=tied)
 
 
 def _refuse_partial(report: dict[str, Any], folder: Path) -> None:

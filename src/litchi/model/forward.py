@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from litchi.model.attention import Plan, span_pieces
 from litchi.model.family import Family, part
 from litchi.model.scoring import score_rows
-from litchi.model.vision import blank_picture, encode_pictures, mark_windowed
+from litchi.model.vision import blank_picture, encode_pictures
 from litchi.types import Batch, VisionSpec
 
 ScoreLoss = Callable[[Tensor, Tensor, Sequence[tuple[int, int]]], Tensor]
@@ -58,7 +58,6 @@ class LitchiModel(nn.Module):
         self.hf = hf
         self.family, self.spec, self.words, self.score_loss = family, spec, words, score_loss
         self.always_vision = always_vision
-        mark_windowed(part(hf, family.vision))
 
     @property
     def device(self) -> torch.device:

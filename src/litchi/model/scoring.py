@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -33,8 +35,15 @@ def score_rows(head: nn.Module, hidden: Tensor, words: tuple[int, int]) -> Tenso
     Returns:
         fp32 [R]. Rank by it: half-precision sigmoids turn different scores into exactly 1.0.
     """
-    if isinstance(head, HeadRows):
-        logits = head(hidden, words)
-    else:  # an adapter sits on the head: its own forward, then the two columns
-        logits = head(hidden).float()[:, list(words)]
+    logits = head(hidden, words) if isinstance(head, HeadRows) else _adapted_rows(head, hidden, words)
     return logits[:, 0] - logits[:, 1]
+
+
+def _adapted_rows(head: Any, hidden: Tensor, words: tuple[int, int]) -> Tensor:
+    """Rows of a head with LoRA on it: its own forward would round them to the precision of the base."""
+    logits = head.base_layer(hidden, words)
+    with torch.autocast(hidden.device.type, enabled=False):
+        for name in head.active_adapters:
+            low = head.lora_dropout[name](hidden.float()) @ head.lora_A[name].weight.float().T
+            logits = logits + head.scaling[name] * (low @ head.lora_B[name].weight[list(words)].float().T)
+    return logits

@@ -22,9 +22,11 @@ Grid = tuple[int, int, int]
 
 @lru_cache(maxsize=4096)
 def _grid_layout(grid: Grid, merge: int, side: int | None):
-    """Of one picture: order of its merged tokens (windows, equal sizes together), runs (count, tokens), patch rows/columns.
+    """Lay out one picture.
 
-    The order numbers merged tokens; rows and columns are int64 [patches, 2] in the processor's order.
+    Returns:
+        The order of its merged tokens (windows, those of equal size together), the runs of equal windows as
+        (count, tokens), and the row and column of every patch, int64 [patches, 2], in the processor's order.
     """
     t, gh, gw = grid
     h, w = gh // merge, gw // merge

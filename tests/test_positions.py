@@ -1,0 +1,70 @@
+"""M-RoPE positions: by hand where the definition can be followed by eye, against transformers where it has one."""
+
+import numpy as np
+import pytest
+import torch
+
+from litchi.batch.positions import forest_positions
+from rendering import chat, draw, pack, render, renderer_for, say
+
+
+def columns(*positions):
+    """[(t, h, w), ...] as the array of positions; a number stands for a text token."""
+    return np.array([p if isinstance(p, tuple) else (p, p, p) for p in positions]).T
+
+
+def test_text_counts_up():
+    assert (forest_positions([(0, 4, -1)], {}, 2) == columns(0, 1, 2, 3)).all()
+
+
+def test_one_picture_of_two_by_three_tokens():
+    """Grid 4 x 6 patches behind two tokens of text; the text behind it follows the largest position, 2 + 2."""
+    picture = [(2, 2, 2), (2, 2, 3), (2, 2, 4), (2, 3, 2), (2, 3, 3), (2, 3, 4)]
+    assert (forest_positions([(0, 10, -1)], {2: (1, 4, 6)}, 2) == columns(0, 1, *picture, 5, 6)).all()
+
+
+def test_two_pictures_side_by_side_and_text_behind():
+    """A tall one (3 x 1 tokens) at 0, so the next (1 x 2) is at 3 and the text behind that at 5."""
+    tall, wide = [(0, 0, 0), (0, 1, 0), (0, 2, 0)], [(3, 3, 3), (3, 3, 4)]
+    pictures = {0: (1, 6, 2), 3: (1, 2, 4)}
+    assert (forest_positions([(0, 6, -1)], pictures, 2) == columns(*tall, *wide, 5)).all()
+
+
+def test_children_go_on_where_their_parent_ended():
+    """A prefix of two tokens and a picture, two children of two tokens, one of them with a grandchild, another root."""
+    spans = [(0, 6, -1), (6, 8, 0), (8, 10, 0), (10, 12, 2), (12, 13, -1)]
+    picture = [(2, 2, 2), (2, 2, 3), (2, 3, 2), (2, 3, 3)]
+    expected = columns(0, 1, *picture, 4, 5, 4, 5, 6, 7, 0)
+    assert (forest_positions(spans, {2: (1, 4, 4)}, 2) == expected).all()
+
+
+def test_a_picture_in_a_child_starts_where_the_parent_ended():
+    spans = [(0, 2, -1), (2, 5, 0), (5, 7, 0)]
+    assert (forest_positions(spans, {2: (1, 2, 4)}, 2) == columns(0, 1, (2, 2, 2), (2, 2, 3), 4, 2, 3)).all()
+
+
+def test_text_behind_several_frames_follows_the_largest_position():
+    """Five frames of 1 x 2 tokens: time runs to 1 + 4, width to 1 + 1, so the text goes on at 6."""
+    frames = [(1 + t, 1, 1 + w) for t in range(5) for w in range(2)]
+    assert (forest_positions([(0, 12, -1)], {1: (5, 2, 4)}, 2) == columns(0, *frames, 6)).all()
+
+
+@pytest.mark.parametrize("pictures", [0, 1, 3])
+def test_positions_of_pictures_equal_transformers(pictures, processor, hf_model, tmp_path):
+    sizes = [(84, 140), (196, 112), (56, 56)][:pictures]
+    paths = [draw(tmp_path / f"{k}.png", *size, seed=k) for k, size in enumerate(sizes)]
+    renderer = renderer_for("chat", processor)
+    turns = (("user", say("What is it?", *paths)), ("assistant", "a bag"), ("user", say("And?", *paths[:1])))
+    example = render(renderer, chat(renderer, *turns, ("assistant", "a hat")))
+    batch = pack(renderer, [example])
+    grids = [list(example.media[number].grid) for number, _ in example.media_at]
+    is_picture = torch.zeros(1, batch.tokens, dtype=torch.int32)
+    is_picture[0, batch.image_at] = 1
+    expected, _ = hf_model.model.get_rope_index(
+        batch.ids[None],
+        is_picture,
+        image_grid_thw=torch.tensor(grids) if grids else None,
+        attention_mask=torch.ones_like(is_picture),
+    )
+    assert torch.equal(batch.positions, expected[:, 0])
+    assert (batch.positions[1] != batch.positions[2]).any() == bool(pictures)
