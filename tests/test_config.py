@@ -22,9 +22,9 @@ from litchi.config import (
     resolve_micro_batch_tokens,
     settings_markdown,
 )
+from litchi.config.sections import USUAL_MODES, Trainable
+from litchi.config.words import NAMES_ELSEWHERE, fields
 from litchi.errors import UsageError
-from litchi.settings import USUAL_MODES, Trainable
-from litchi.settings_words import NAMES_ELSEWHERE, fields
 
 ROOT = Path(__file__).parent.parent
 GIVEN = ("model.path=/models/m", "data.train=data/train.jsonl")

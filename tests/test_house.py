@@ -24,9 +24,6 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 LEVELS = [
     {"litchi"},  # __init__.py: the version, nothing else
     {"types", "errors"},
-    {"settings_io"},  # config is four files, each on its own step
-    {"settings"},
-    {"settings_words"},
     {"config", "dist"},
     {"data"},
     {"batch"},

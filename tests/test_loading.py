@@ -50,7 +50,9 @@ def test_the_copy_loads(folder, loaded):
 
 
 def saved_name(folder):
-    return next(name for name in load_file(folder / "model.safetensors") if name.endswith("layers.0.mlp.up_proj.weight"))
+    return next(
+        name for name in load_file(folder / "model.safetensors") if name.endswith("layers.0.mlp.up_proj.weight")
+    )
 
 
 def test_a_missing_tensor_is_named(folder):

@@ -71,9 +71,7 @@ def test_a_picture_does_not_depend_on_its_neighbours(loaded, processor, cut):
     with torch.no_grad():
         together = encode_pictures(loaded.hf.model.visual, patches, grids, processor.vision)
         for k, grid in enumerate(grids):
-            alone = encode_pictures(
-                loaded.hf.model.visual, patches[ends[k] : ends[k + 1]], [grid], processor.vision
-            )
+            alone = encode_pictures(loaded.hf.model.visual, patches[ends[k] : ends[k + 1]], [grid], processor.vision)
             torch.testing.assert_close(together[ends[k] // 4 : ends[k + 1] // 4], alone, atol=2e-5, rtol=1e-4)
 
 

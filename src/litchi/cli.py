@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -19,6 +20,8 @@ from litchi.errors import StoppedError, UsageError, UserError
 
 if TYPE_CHECKING:
     from litchi.dist import Ranks
+
+INTERRUPTED = 130  # what typer makes of the keyboard's interrupt
 
 app = typer.Typer(
     name="litchi",
@@ -42,40 +45,43 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout,
 def main() -> None:
     """Run the command line; errors of the user's are one line and an exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    debug = "--debug" in sys.argv
     try:
-        app(standalone_mode=False)
+        status = app(standalone_mode=False)  # of `typer.Exit`, which it catches itself; else None
     except UserError as error:
-        if debug:
-            traceback.print_exc()
-        _speak(f"error: {error.line()}")
+        _speak(error.line())
         _leave(error.status)
-    except typer.Exit as exit_:
-        _leave(exit_.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        _speak("error: stopped by the keyboard")
-        _leave(StoppedError.status)
     except typer._click.ClickException as error:  # an unknown option, a missing argument
-        _speak(f"error: {error.format_message()} See litchi --help")
+        _speak(f"{error.format_message().rstrip('.')}. See litchi --help")
         _leave(2)
     except Exception as error:
-        if debug:
-            traceback.print_exc()
         line = str(error).strip().splitlines()
-        _speak(f"error: {type(error).__name__}: {line[0] if line else 'no reason given'}. Run again with --debug")
+        text = f"{type(error).__name__}: {line[0] if line else 'no reason given'}. Run again with --debug"
+        _speak(text, echo=True)
         _leave(1)
-    _leave(0)
+    if status == INTERRUPTED:
+        _speak("stopped by the keyboard")
+        _leave(StoppedError.status)
+    _leave(status or 0)
 
 
-def _speak(text: str) -> None:
-    """Say an error once: rank 0 speaks at once, another rank only if rank 0 has not ended it all by then."""
-    if int(os.environ.get("RANK", 0)):
-        time.sleep(2.0)
-    print(text, file=sys.stderr, flush=True)
+def _speak(text: str, *, echo: bool = False) -> None:
+    """Say an error once for all ranks: rank 0 at once, another if nobody has ended it all two seconds later.
+
+    Args:
+        text: the error.
+        echo: it may only be what a rank notices when another has ended, which is the one to hear.
+    """
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    time.sleep(2.0 * (rank > 0) + 4.0 * (echo and world > 1))
+    if "--debug" in sys.argv and sys.exc_info()[0]:
+        traceback.print_exc()
+    print(f"error: {text}", file=sys.stderr, flush=True)
 
 
-def _leave(status: int) -> None:
+def _leave(status: int) -> NoReturn:
     """End the process; a rank does not wait for peers that may hang in a collective."""
+    for child in multiprocessing.active_children():  # loader workers, which would hold the terminal for seconds
+        child.terminate()
     sys.stdout.flush()
     sys.stderr.flush()
     if "RANK" in os.environ:

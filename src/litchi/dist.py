@@ -52,13 +52,13 @@ def slurm_variables(env: Mapping[str, str]) -> dict[str, str]:
     """
     if int(env.get("SLURM_STEP_NUM_TASKS", 1)) == 1 or "SLURM_PROCID" not in env:
         return {}
-    first = re.match(r"([^,\[]+)(?:\[(\d+))?([^,\[\]]*)", env.get("SLURM_STEP_NODELIST", "127.0.0.1"))
+    first = re.match(r"([^,\[]+)(?:\[(\d+))?", env.get("SLURM_STEP_NODELIST", ""))  # node[03-07,12] -> node, 03
     job, step = int(env.get("SLURM_JOB_ID", 0)), int(env.get("SLURM_STEP_ID", 0))
     return {
         "RANK": env["SLURM_PROCID"],
         "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
-        "MASTER_ADDR": "".join(first.groups("")[:2]) if first else "127.0.0.1",
+        "MASTER_ADDR": "".join(first.groups("")) if first else "127.0.0.1",
         "MASTER_PORT": str(20000 + (job * 7 + step) % 20000),
     }
 

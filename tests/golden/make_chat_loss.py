@@ -25,7 +25,6 @@ import tempfile
 from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-os.environ["DISABLE_VERSION_CHECK"] = "1"  # LLaMA-Factory's: the torch of the other peer will do
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Parallelism applied from outside, in the order one reads: checkpointing, then DDP or FSDP2; nothing in the model knows."""
+"""Parallelism applied from outside: checkpointing, then DDP or FSDP2. Nothing in the model knows."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def apply_parallel(owner: LitchiModel, layout: Layout, ranks: Ranks, *, precisio
         owner.to(ranks.device)
         if layout.dp_replicate > 1 and any(p.requires_grad for p in owner.parameters()):
             devices = [ranks.device.index] if ranks.device.type == "cuda" else None
-            model = DistributedDataParallel(owner, device_ids=devices, broadcast_buffers=False)
+            model = DistributedDataParallel(owner, device_ids=devices, forward_sync_buffers=False)
     return Wrapped(model, owner, layout, layout.dp_replicate * layout.dp_shard, precision)
 
 

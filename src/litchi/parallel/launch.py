@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 def launched() -> bool:
     """Whether a launcher (torchrun, accelerate, srun) has started this process as one rank of several."""
-    return "WORLD_SIZE" in os.environ or ("SLURM_NTASKS" in os.environ and "SLURM_PROCID" in os.environ)
+    from litchi.dist import slurm_variables
+
+    return "WORLD_SIZE" in os.environ or bool(slurm_variables(os.environ))
 
 
 def default_procs() -> int:

@@ -126,7 +126,7 @@ class Places:
         return self.out / "summary.json"
 
 
-def run_demo(out: Path, *, procs: int, size: Size = Size()) -> dict[str, Any]:  # noqa: B008
+def run_demo(out: Path, *, procs: int, size: Size = Size()) -> dict[str, Any]:
     """Run the whole demo.
 
     Args:
@@ -146,11 +146,15 @@ def run_demo(out: Path, *, procs: int, size: Size = Size()) -> dict[str, Any]:  
         draw_data(places, size)
         write_settings(places, size)
 
+    import torch
+
     from litchi.dist import start_ranks, stop_ranks
     from litchi.model.build import quiet_libraries
 
     quiet_libraries()
     ranks = start_ranks()
+    threads = calm_threads(ranks)
+    procs = fitting_procs(procs, ranks)
     try:
         with steps.next("check", f"checking the data: litchi data check {places.train} --task rerank"):
             check_data(places)
@@ -166,6 +170,7 @@ def run_demo(out: Path, *, procs: int, size: Size = Size()) -> dict[str, Any]:  
             difference = compare_export(places, ranks)
             print(f"   largest difference {difference:.1e}", flush=True)
     finally:
+        torch.set_num_threads(threads)
         stop_ranks()
 
     figures = {
@@ -225,14 +230,32 @@ def claim_folder(places: Places) -> None:
     out.mkdir(parents=True, exist_ok=True)
 
 
+def calm_threads(ranks: Ranks) -> int:
+    """Let this process compute with one thread on a CPU; returns how many it had.
+
+    The model is too small to gain from more, and beside other work two threads on two cores took 30 times as long.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    if ranks.device.type == "cpu":
+        torch.set_num_threads(1)
+    return threads
+
+
+def fitting_procs(procs: int, ranks: Ranks) -> int:
+    """At most one rank for each GPU, where there are GPUs."""
+    import torch
+
+    return min(procs, torch.cuda.device_count()) if ranks.device.type == "cuda" else procs
+
+
 # ---------------------------------------------------------------------------------------------------------- data
 
 
 def draw_data(places: Places, size: Size) -> None:
     """Write the groups to learn from, and a test on combinations that training never shows, plain and shuffled."""
-    write_rerank(
-        places.data, rows=size.rows, split="train", negatives=7, seed=0, drawing_seeds=range(1000, 1006)
-    )  # 7: as many documents as a rank's batch likes
+    write_rerank(places.data, rows=size.rows, split="train", negatives=7, seed=0, drawing_seeds=range(1000, 1006))
     for shuffled in (False, True):
         write_rerank(
             places.data,
@@ -347,10 +370,6 @@ def train(places: Places, procs: int, ranks: Ranks) -> None:
     Raises:
         UserError: a rank failed; it has said why.
     """
-    import torch
-
-    if ranks.device.type == "cuda":
-        procs = min(procs, torch.cuda.device_count())
     if procs == 1:
         from litchi.config import load_config
         from litchi.train.loop import train_run
@@ -415,24 +434,27 @@ def write_page(places: Places, before: Scores, after: Scores, figures: dict[str,
 
 def format_closing(places: Places, figures: Sequence[Figure], summary: dict[str, Any]) -> str:
     """The last lines: figures, where everything lies, and what to try next."""
-    out, export, test = places.out, places.export, places.test
-    table = "\n".join(f"  {figure.name:<34}{figure.text}" for figure in figures)
-    return f"""
-MRR@10, {summary["queries"]} queries for combinations never seen in training, {summary["candidates"]} candidates each [95 % interval]
-{table}
-
-  page       {places.page}
-  picture    {places.sheet}
-  export     {export}   loads in transformers; scores as in the run
-  figures    {places.summary}
-  time       {summary["total_s"]:.0f} s, fine-tuning {summary["train_s"]:.0f} s
-
-Again, by hand:
-  litchi evaluate {places.run} --data {test} --against {BASE}
-  litchi score {export} --data {test} --out {out / "scores.jsonl"}
-
-With your own data and a model of the family (README.md says what a row looks like):
-  litchi data check train.jsonl --task rerank model.path=vec-ai/lychee-rerank-mm
-  litchi train configs/rerank-lychee.yaml model.path=vec-ai/lychee-rerank-mm data.train=train.jsonl data.eval=eval.jsonl output=runs/rerank
-  litchi evaluate runs/rerank --data eval.jsonl
-  litchi score runs/rerank --data eval.jsonl --out scores.jsonl"""
+    export, test, yours = places.export, places.test, "model.path=vec-ai/lychee-rerank-mm"
+    lines = [
+        "",
+        f"MRR@10 with its 95 % interval: {summary['queries']} queries for combinations never seen in training, "
+        f"{summary['candidates']} candidates each",
+        *(f"  {figure.name:<34}{figure.text}" for figure in figures),
+        "",
+        f"  page       {places.page}",
+        f"  picture    {places.sheet}",
+        f"  export     {export} (loads in transformers; scores as in the run)",
+        f"  figures    {places.summary}",
+        f"  time       {summary['total_s']:.0f} s, of it fine-tuning {summary['train_s']:.0f} s",
+        "",
+        "Again, by hand:",
+        f"  litchi evaluate {places.run} --data {test} --against {BASE}",
+        f"  litchi score {export} --data {test} --out {places.out / 'scores.jsonl'}",
+        "",
+        "With your own data and a model of the family (README.md shows a row):",
+        f"  litchi data check train.jsonl --task rerank {yours}",
+        f"  litchi train configs/rerank-lychee.yaml {yours} data.train=train.jsonl data.eval=eval.jsonl output=runs/mine",
+        "  litchi evaluate runs/mine --data eval.jsonl",
+        "  litchi score runs/mine --data eval.jsonl --out scores.jsonl",
+    ]
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What a run writes while it goes: one line per step in metrics.jsonl, eval.jsonl, TensorBoard, a line on the screen."""
+"""What a run writes while it goes: a line per step in metrics.jsonl, eval.jsonl, TensorBoard, and the screen."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Lines of a JSONL file we wrote; none where there is no file. A half line at the end (a killed writer) is left out."""
+    """Lines of a JSONL file we wrote, without the half line a killed writer left; none where there is no file."""
     if not path.is_file():
         return []
     out = []

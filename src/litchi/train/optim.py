@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -43,12 +43,11 @@ def build_optimizer(model: nn.Module, family: Family, config: Config, *, prefix:
             continue
         name = name[name.index(prefix) + len(prefix) :]
         part = family.part_of(name.replace(".base_layer", "").split(".lora_")[0])
-        decays = parameter.ndim > 1 and not name.startswith(family.embedding) and part != "head"
-        if part == "head" and config.task == "chat":
-            decays = True
+        still = name == f"{family.embedding}.weight" or (part == "head" and config.task == "rerank")
+        decays = parameter.ndim > 1 and not still
         groups.setdefault((part, decays), []).append(parameter)
     settings = config.optim
-    params = []
+    params: list[dict[str, Any]] = []
     for (part, decays), members in sorted(groups.items(), key=lambda item: item[0]):
         mode = getattr(config.trainable, part)
         rate = mode.lr if mode.lr is not None else settings.lr

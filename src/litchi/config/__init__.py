@@ -2,7 +2,7 @@
 
     load_config("x.yaml", ["optim.lr=1e-4"]) -> Config          derive(config, samples=..., ...) -> Derived
 
-settings_io.py reads YAML and `key=value`; settings.py has the settings; here they meet, and every problem is reported
+reading.py reads YAML and `key=value`; sections.py has the settings; here they meet, and every problem is reported
 at once with its file and line. None of this imports torch or transformers.
 """
 
@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from litchi.settings import (
-    LATER,
+from litchi.config.kinds import Every
+from litchi.config.later import LATER
+from litchi.config.reading import Key, Reading, dotted, read_settings, show
+from litchi.config.sections import (
     LOSSES,
     METRICS,
     SAME_NUMBERS,
@@ -27,7 +29,6 @@ from litchi.settings import (
     Data,
     DataSource,
     Eval,
-    Every,
     Lora,
     Loss,
     Model,
@@ -42,8 +43,7 @@ from litchi.settings import (
     Video,
     under,
 )
-from litchi.settings_io import Key, Reading, dotted, read_settings, show
-from litchi.settings_words import allowed, choices, fields, known_keys, nearest, section_of, settings_markdown
+from litchi.config.words import allowed, choices, fields, known_keys, nearest, section_of, settings_markdown
 
 __all__ = [
     "Config",

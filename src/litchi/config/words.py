@@ -11,8 +11,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from litchi.settings import LATER, Config, Parallel, Part, Says, Section
-from litchi.settings_io import show
+from litchi.config.kinds import Says
+from litchi.config.later import LATER
+from litchi.config.reading import show
+from litchi.config.sections import Config, Parallel, Part, Section
 
 NAMES_ELSEWHERE = {  # what the settings are called in transformers, TRL, ms-swift and LLaMA-Factory
     "learning_rate": "optim.lr",

@@ -1,24 +1,39 @@
 """The settings there are: frozen sections, each setting with its line of text below it.
 
-`docs/settings.md` is made from these lines (settings_words.py), the errors for wrong values from the types; what
-values mean together is checked where they are read (config.py). SAME_NUMBERS and LATER say which settings do not
-change the numbers of a run, and which belong to parts that do not exist yet.
+`docs/settings.md` is made from these lines (words.py), the errors for wrong values from the types; what
+values mean together is checked where they are read (__init__.py). SAME_NUMBERS says which settings do not
+change the numbers of a run; later.py, which belong to parts that do not exist yet.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, PlainValidator, model_validator
+from annotated_types import Ge, Gt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
-from litchi.settings_io import dump_settings
+from litchi.config.kinds import (
+    AutoTokens,
+    Betas,
+    Decay,
+    Distance,
+    Names,
+    Positive,
+    Says,
+    Share,
+    Targets,
+    Trackers,
+    Until,
+    Warmup,
+    Weight,
+    Window,
+    as_sections,
+    stem,
+)
+from litchi.config.reading import dump_settings
 
 Task = Literal["chat", "rerank"]
 
@@ -27,123 +42,6 @@ METRICS = {  # @k stands for a cut such as @10
     "chat": ("exact_match", "bleu", "chrf", "rouge_l"),
     "rerank": ("mrr", "mrr@k", "ndcg", "ndcg@k", "map", "map@k", "recall@k", "hit@k", "precision@k"),
 }
-
-# ----------------------------------------------------------------------------------------------- kinds of values
-
-
-@dataclass(frozen=True)
-class Says:
-    """What a setting takes, in words, where its type alone does not tell."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Every:
-    """A distance in steps or in epochs; exactly one of them."""
-
-    steps: int | None = None
-    epochs: int | None = None
-
-    @classmethod
-    def parse(cls, value: Any) -> Every:
-        """Read `100`, `1 epoch` or `2 epochs`."""
-        if isinstance(value, Every):
-            return value
-        if type(value) is int and value > 0:
-            return cls(steps=value)
-        if isinstance(value, str):
-            number, _, word = value.partition(" ")
-            if word in ("epoch", "epochs") and number.isdecimal() and int(number) > 0:
-                return cls(epochs=int(number))
-        raise ValueError(value)
-
-    def written(self) -> int | str:
-        """Write it as `parse` reads it."""
-        return self.steps if self.steps else f"{self.epochs} epoch{'' if self.epochs == 1 else 's'}"
-
-    def in_steps(self, steps_per_epoch: int) -> int:
-        """Give the distance in steps."""
-        return self.steps or (self.epochs or 0) * steps_per_epoch
-
-
-def _as_list(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, str):
-        return (value,)
-    if isinstance(value, (list, tuple)):
-        return tuple(value)
-    raise ValueError(value)
-
-
-def _as_sections(value: Any) -> tuple[Any, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, dict) else _as_list(value)
-
-
-def _stem(path: str) -> str:
-    """Take folders and the known endings off a path: data/train.jsonl.gz -> train."""
-    name = Path(path)
-    while name.suffix in (".gz", ".zst", ".jsonl", ".json", ".parquet", ".tar"):
-        name = name.with_suffix("")
-    return name.name
-
-
-def _as_pair(value: Any) -> tuple[Any, Any]:
-    first, second = _as_list(value)
-    return first, second
-
-
-def _as_range(value: Any) -> tuple[int, int]:
-    low, high = _as_pair(value)
-    if type(low) is int and type(high) is int and 0 <= low < high <= 65535:
-        return low, high
-    raise ValueError(value)
-
-
-def _weight(value: Any) -> float | str:
-    if value == "balanced" or (type(value) in (int, float) and 0 < value < math.inf):
-        return value
-    raise ValueError(value)
-
-
-def _unless(word: str) -> Callable[[Any], Any]:
-    """Let a word stand for null."""
-    return lambda value: None if value == word else value
-
-
-def _warmup(value: Any) -> int | float:
-    if (type(value) is int and value >= 0) or (type(value) is float and 0 <= value < 1):
-        return value
-    raise ValueError(value)
-
-
-def _until(value: Any) -> int | float:
-    if (type(value) is int and value > 0) or (type(value) is float and 0 < value <= 1):
-        return value
-    raise ValueError(value)
-
-
-Positive = Annotated[int, Gt(0)]
-Share = Annotated[float, Ge(0), Le(1)]
-Decay = Annotated[float, Ge(0), Lt(1)]
-Names = Annotated[tuple[str, ...], BeforeValidator(_as_list), Says("a list of names")]
-Distance = Annotated[
-    Every, PlainValidator(Every.parse), PlainSerializer(Every.written), Says("steps, or epochs as in `1 epoch`")
-]
-Warmup = Annotated[int | float, BeforeValidator(_warmup), Says("steps, or a fraction of the run below 1")]
-Until = Annotated[int | float, BeforeValidator(_until), Says("a step, or a fraction of the run up to 1")]
-Window = Annotated[tuple[int, int], BeforeValidator(_as_range), Says("[low, high] with 0 <= low < high <= 65535")]
-Betas = Annotated[tuple[Decay, Decay], BeforeValidator(_as_pair), Says("[beta1, beta2], each from 0 to below 1")]
-Weight = Annotated[Literal["balanced"] | float, BeforeValidator(_weight), Says("balanced, or a number above 0")]
-Tracker = Literal["tensorboard", "trackio", "wandb", "mlflow"]
-Trackers = Annotated[tuple[Tracker, ...], BeforeValidator(_as_list)]
-AutoTokens = Annotated[Positive | None, BeforeValidator(_unless("auto")), Says("auto (null), or tokens")]
-Targets = Annotated[
-    Annotated[tuple[str, ...], BeforeValidator(_as_list)] | None,
-    BeforeValidator(_unless("all")),
-    Says("all (null), or a list of module names"),
-]
 
 
 class Section(BaseModel):
@@ -296,11 +194,11 @@ class DataSource(Section):
         value = cls.expand(value)
         if not isinstance(value, dict) or not isinstance(value.get("path"), str) or value.get("name"):
             return value
-        return {**value, "name": _stem(value["path"])}
+        return {**value, "name": stem(value["path"])}
 
 
 Sources = Annotated[
-    tuple[DataSource, ...], BeforeValidator(_as_sections), Says("a path, {path, weight, name}, or a list of these")
+    tuple[DataSource, ...], BeforeValidator(as_sections), Says("a path, {path, weight, name}, or a list of these")
 ]
 
 
@@ -478,7 +376,7 @@ class Config(Section):
     eval: Eval = Eval()
     """What is measured."""
     curriculum: Annotated[
-        tuple[Stage, ...], BeforeValidator(_as_sections), Says("a list of {until, pixels: {min, max}}")
+        tuple[Stage, ...], BeforeValidator(as_sections), Says("a list of {until, pixels: {min, max}}")
     ] = ()
     """Stages of the run with their own pixel budgets, one after the other."""
     parallel: Annotated[Parallel, Says("auto, or sizes of axes")] = Parallel()
@@ -525,36 +423,6 @@ SAME_NUMBERS = (
     *("train.hang_s", "train.export", "train.micro_batch_tokens", "train.checkpoint_activations", "train.offload"),
     *("train.features", "train.deterministic"),
 )
-
-
-class Later(NamedTuple):
-    """A setting of a part that does not exist yet."""
-
-    what: str
-    values: tuple[str, ...] | None = None  # the refused ones; None: all but the default
-
-
-# Whoever builds the part takes its line out.
-LATER = {
-    "parallel.tp": Later("tensor parallel"),
-    "parallel.cp": Later("context parallel"),
-    "parallel.pp": Later("pipeline parallel"),
-    "parallel.pp_schedule": Later("pipeline parallel"),
-    "parallel.vision_ranks": Later("vision on ranks of its own"),
-    "model.quantize": Later("training on quantized weights"),
-    "train.features": Later("keeping the features of a frozen vision tower"),
-    "train.offload": Later("offloading to the machine's memory"),
-    "train.on_nonfinite": Later("going back to a checkpoint", ("rollback",)),
-    "curriculum": Later("a schedule of pixel budgets"),
-    "optim.name": Later("an optimizer with its state in 8 bits", ("adamw8bit",)),
-    "loss.name": Later("the listwise lambda loss", ("listwise_lambda",)),
-    "data.video.fps": Later("video"),
-    "data.video.max_frames": Later("video"),
-    "data.video.pixels": Later("video"),
-    "data.video.segment_s": Later("video"),
-    "trainable.lora.variant": Later("DoRA", ("dora",)),
-    "track": Later("a tracker other than tensorboard", ("trackio", "wandb", "mlflow")),
-}
 
 
 def under(key: str, tops: Iterable[str]) -> bool:

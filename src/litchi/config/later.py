@@ -1,0 +1,34 @@
+"""Settings of parts that do not exist yet: refused by name. Whoever builds the part takes its line out."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Later(NamedTuple):
+    """A setting of a part that does not exist yet."""
+
+    what: str
+    values: tuple[str, ...] | None = None  # the refused ones; None: all but the default
+
+
+LATER = {
+    "parallel.tp": Later("tensor parallel"),
+    "parallel.cp": Later("context parallel"),
+    "parallel.pp": Later("pipeline parallel"),
+    "parallel.pp_schedule": Later("pipeline parallel"),
+    "parallel.vision_ranks": Later("vision on ranks of its own"),
+    "model.quantize": Later("training on quantized weights"),
+    "train.features": Later("keeping the features of a frozen vision tower"),
+    "train.offload": Later("offloading to the machine's memory"),
+    "train.on_nonfinite": Later("going back to a checkpoint", ("rollback",)),
+    "curriculum": Later("a schedule of pixel budgets"),
+    "optim.name": Later("an optimizer with its state in 8 bits", ("adamw8bit",)),
+    "loss.name": Later("the listwise lambda loss", ("listwise_lambda",)),
+    "data.video.fps": Later("video"),
+    "data.video.max_frames": Later("video"),
+    "data.video.pixels": Later("video"),
+    "data.video.segment_s": Later("video"),
+    "trainable.lora.variant": Later("DoRA", ("dora",)),
+    "track": Later("a tracker other than tensorboard", ("trackio", "wandb", "mlflow")),
+}
