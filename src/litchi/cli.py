@@ -81,7 +81,7 @@ def _speak(text: str, *, echo: bool = False) -> None:
 def _leave(status: int) -> NoReturn:
     """End the process; a rank does not wait for peers that may hang in a collective."""
     for child in multiprocessing.active_children():  # loader workers, which would hold the terminal for seconds
-        child.terminate()
+        child.kill()
     sys.stdout.flush()
     sys.stderr.flush()
     if "RANK" in os.environ:

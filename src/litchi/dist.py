@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from litchi.errors import MachineError
 
+
 @dataclass(frozen=True)
 class Ranks:
     """This process among all: `rank` of `world`, `local_rank` of its machine, and the device it computes on."""
@@ -112,6 +113,16 @@ def max_ranks(*values: float) -> list[float]:
     if dist.get_world_size() > 1:
         dist.all_reduce(top, op=dist.ReduceOp.MAX)
     return top.tolist()
+
+
+def gather_numbers(*values: float) -> list[list[float]]:
+    """The values of every rank, [rank][value], on every rank."""
+    own = torch.tensor(values, dtype=torch.float64)
+    if dist.get_world_size() == 1:
+        return [own.tolist()]
+    out = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(out, own)
+    return [t.tolist() for t in out]
 
 
 def barrier() -> None:

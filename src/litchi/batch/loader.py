@@ -5,6 +5,7 @@ The loader's whole state is one integer, the step it begins at; everything else 
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -178,6 +179,12 @@ def iterate_picks(corpus: Corpus, picks: Sequence[Picks], *, workers: int, promp
     return _ahead(FixedBatches(corpus, picks, prompts=prompts), range(len(picks)), min(workers, len(picks)))
 
 
+def _ignore_signals(worker: int) -> None:
+    """A signal is for the rank, which ends its step and then its workers; a worker that died first would be an error."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _ahead(dataset: Dataset, keys: Iterable, workers: int) -> Iterator[Batch]:
     loader = DataLoader(
         dataset,
@@ -186,6 +193,7 @@ def _ahead(dataset: Dataset, keys: Iterable, workers: int) -> Iterator[Batch]:
         num_workers=workers,
         prefetch_factor=4 if workers else None,
         multiprocessing_context="fork" if workers else None,
+        worker_init_fn=_ignore_signals,
     )
     for batch in loader:
         if isinstance(batch, UserError):

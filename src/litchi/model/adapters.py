@@ -47,7 +47,9 @@ def apply_trainable(loaded: Loaded, trainable: Trainable) -> dict[str, str]:
     if all(mode == "frozen" for mode in modes.values()):
         raise UsageError("every part is frozen", why="nothing would be learnt", remedy="Set trainable.language=lora")
     lora_parts = [name for name in PARTS if modes[name] == "lora"]
-    if lora_parts:
+    if uses_lora(loaded.hf):
+        _go_on(loaded, lora_parts)
+    elif lora_parts:
         add_lora(loaded, lora_parts, trainable.lora)
     for name, parameter in loaded.hf.named_parameters():
         mode = modes[loaded.family.part_of(_plain_name(name))]
@@ -55,9 +57,22 @@ def apply_trainable(loaded: Loaded, trainable: Trainable) -> dict[str, str]:
     return modes
 
 
+def _go_on(loaded: Loaded, lora_parts: list[str]) -> None:
+    """Check that an adapter that is already there (model.adapter) has layers in just the parts that train as LoRA."""
+    there = {loaded.family.part_of(_plain_name(n)) for n, _ in loaded.hf.named_parameters() if _is_lora(n)}
+    odd = sorted(there ^ set(lora_parts))
+    if odd:
+        have = ", ".join(sorted(there))
+        raise UsageError(
+            f"trainable.{odd[0]} is {'not ' if odd[0] in there else ''}lora",
+            why=f"the adapter that training goes on from (model.adapter) has its layers in: {have}",
+            remedy="Train these parts as lora and no other, or export the adapter and start from the merged model",
+        )
+
+
 def add_lora(loaded: Loaded, parts: list[str], lora: Lora) -> None:
     """Inject LoRA layers into the linears of some parts, in place. A: random by the global seed; B: zero."""
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import LoraConfig
 
     targets = [name for p in parts for name in lora_targets(loaded.hf, loaded.family, p, lora.targets)]
     config = LoraConfig(
@@ -67,8 +82,14 @@ def add_lora(loaded: Loaded, parts: list[str], lora: Lora) -> None:
         use_rslora=lora.variant == "rslora",
         target_modules="|".join(re.escape(t) for t in targets),  # a regular expression over whole paths
     )
-    inject_adapter_in_model(config, loaded.hf, ADAPTER)
-    for name, parameter in loaded.hf.named_parameters():
+    _inject(config, loaded.hf)
+
+
+def _inject(config: Any, hf: nn.Module) -> None:
+    from peft import inject_adapter_in_model
+
+    inject_adapter_in_model(config, hf, ADAPTER)
+    for name, parameter in hf.named_parameters():
         if _is_lora(name):
             parameter.data = parameter.data.float()  # small and trained: full precision beside a bf16 base
 
@@ -118,21 +139,11 @@ def adapter_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"base_model.model.{n.replace(f'.{ADAPTER}.', '.')}": t for n, t in state.items() if _is_lora(n)}
 
 
-def adapter_config(hf: nn.Module, family: Family, lora: Lora, base: str) -> dict[str, Any]:
-    """adapter_config.json: explicit module paths, so that loading it elsewhere hits the same layers."""
+def adapter_config(hf: nn.Module, base: str) -> dict[str, Any]:
+    """adapter_config.json as PEFT holds it, with explicit module paths: loaded elsewhere it hits the same layers."""
     targets = sorted(n.removesuffix(".lora_A") for n, _ in hf.named_modules() if n.endswith(".lora_A"))
-    return {
-        "peft_type": "LORA",
-        "task_type": None,
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
-        "use_rslora": lora.variant == "rslora",
-        "target_modules": targets,
-        "bias": "none",
-        "inference_mode": True,
-    }
+    config = hf.peft_config[ADAPTER].to_dict()  # type: ignore[union-attr,index,operator]
+    return {**config, "base_model_name_or_path": base, "target_modules": targets, "inference_mode": True}
 
 
 def load_adapter(loaded: Loaded, folder: Path) -> None:
@@ -141,7 +152,7 @@ def load_adapter(loaded: Loaded, folder: Path) -> None:
     Raises:
         UsageError: not an adapter folder, or missing or unexpected keys, with counts.
     """
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import LoraConfig
     from safetensors.torch import load_file
 
     path = folder / "adapter_model.safetensors"
@@ -150,14 +161,15 @@ def load_adapter(loaded: Loaded, folder: Path) -> None:
             "not an adapter folder", where=folder, why="adapter_config.json and adapter_model.safetensors are needed"
         )
     config = LoraConfig.from_pretrained(str(folder))
-    inject_adapter_in_model(config, loaded.hf, ADAPTER)
+    _inject(config, loaded.hf)
     want = adapter_state(dict(loaded.hf.named_parameters()))
     have = load_file(path)
     missing, unexpected = sorted(want.keys() - have.keys()), sorted(have.keys() - want.keys())
-    if missing or unexpected:
+    unlike = sorted(n for n in want.keys() & have.keys() if want[n].shape != have[n].shape)
+    if missing or unexpected or unlike:
         raise UsageError(
-            f"the adapter has {len(missing)} missing and {len(unexpected)} unexpected keys of {len(want)}, "
-            f"the first {(missing or unexpected)[0]}",
+            f"the adapter has {len(missing)} missing keys, {len(unexpected)} unexpected ones and {len(unlike)} of "
+            f"another shape, where the model has {len(want)}; the first is {(missing + unexpected + unlike)[0]}",
             where=folder,
             why="an adapter that does not fit would leave the base model as it is",
             remedy="Give the model it was trained on (model.path)",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Sequence
+
+from litchi.errors import StoppedError, UserError
 
 
 def launched() -> bool:
@@ -28,7 +31,11 @@ def run_ranks(arguments: Sequence[str], procs: int) -> int:
 
     Returns:
         The exit status of the rank that failed first, or 0.
+
+    Raises:
+        UserError: a rank was ended by a signal, so that it could say nothing; StoppedError: this process was.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -52,8 +59,16 @@ def run_ranks(arguments: Sequence[str], procs: int) -> int:
     try:
         elastic_launch(config, sys.executable)("-m", "litchi", *arguments)
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else 1
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            return failure.exitcode
+        raise UserError(
+            f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}",
+            why="mostly the system does that when memory runs out",
+            remedy="Lower train.micro_batch_tokens, start fewer ranks, and look at the system's log",
+        ) from None
+    except SignalException as error:  # the ranks got it too, saved what they had, and said so
+        raise StoppedError(f"stopped by {error.sigval.name}", remedy="The same command resumes") from None
     return 0
 
 

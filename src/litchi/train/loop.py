@@ -18,10 +18,10 @@ from litchi.batch.loader import Corpus, StepPlan, iterate_steps
 from litchi.batch.schedule import EpochPlan
 from litchi.batch.sources import index_sources, refuse_bad
 from litchi.config import Config, Derived, derive, load_config, resolve_micro_batch_tokens
-from litchi.data.processor import Processor
+from litchi.data.processor import Processor, load_processor
 from litchi.data.templates import find_template
-from litchi.dist import Ranks, barrier, gather_objects, max_ranks, sum_ranks
-from litchi.errors import MachineError, UsageError
+from litchi.dist import Ranks, barrier, gather_numbers, gather_objects
+from litchi.errors import MachineError, StoppedError, UsageError
 from litchi.evaluate.run import EvalSet, Measure, measure_set
 from litchi.model.adapters import apply_trainable, load_adapter
 from litchi.model.attention import kernel_name
@@ -31,11 +31,13 @@ from litchi.parallel.apply import COMPUTE, Wrapped, apply_parallel
 from litchi.parallel.mesh import choose_layout
 from litchi.train.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, rotate_checkpoints, save_checkpoint
 from litchi.train.export import export_adapter, export_model
+from litchi.train.guard import StopRequest
 from litchi.train.losses import make_loss
 from litchi.train.metrics import RunLog, append_line, cut_back, peak_bytes, peak_flops, read_lines
 from litchi.train.optim import build_optimizer, rate_at
 from litchi.train.progress import count_progress
 from litchi.train.step import Trainer, train_step
+from litchi.types import Batch, StepResult
 
 
 @dataclass
@@ -82,7 +84,7 @@ def train_run(config: Config, ranks: Ranks, *, fresh: bool = False, allow_change
     saved = list_checkpoints(folder)
     _refuse_changed(config, saved, allow_changed)
     if ranks.is_main:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     barrier()
     if saved and (folder / "done.json").is_file():
@@ -92,11 +94,22 @@ def train_run(config: Config, ranks: Ranks, *, fresh: bool = False, allow_change
     run = prepare_run(config, ranks, folder)
     first = _resume(run, saved)
     try:
-        last = _steps(run, first)
+        with StopRequest(alone=ranks.world == 1) as request:
+            last = _steps(run, first, request)
         _finish(run, last)
     finally:
         run.log.close()
     return folder
+
+
+def make_folder(folder: Path) -> None:
+    """Make the run's folder, or say why it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"output={folder} cannot be made", why=error.strerror, remedy="Choose another folder"
+        ) from None
 
 
 def set_aside(folder: Path) -> None:
@@ -131,14 +144,14 @@ def prepare_run(config: Config, ranks: Ranks, folder: Path) -> Run:
     tensorboard = config.track is None or "tensorboard" in config.track
     base = resolve_model(config.model.path, first=ranks.local_rank == 0, wait=barrier)
     precision = choose_precision(config.train.precision, ranks.device)
+    corpus, eval_sets = index_data(config, load_processor(base), ranks)  # before the weights, which take minutes
     loaded = load_model(base, dtype=choose_dtype(config, ranks.device))
-    corpus, eval_sets = index_data(config, loaded.processor, ranks)
-    ranks_of_data = ranks.world
+    epochs = _epoch_plan(config, corpus)
     derived = derive(
         config,
-        samples=_epoch_plan(config, corpus).steps_per_epoch and sum(_epoch_plan(config, corpus).counts),
-        ranks=ranks_of_data,
-        mean_tokens=sum(s.tokens for s in corpus.sources) / max(1, sum(corpus.sizes)),
+        samples=sum(epochs.counts),
+        ranks=ranks.world,
+        mean_tokens=sum(s.tokens for s in corpus.sources) / sum(corpus.sizes),
         device_type=ranks.device.type,
     )
     run_log = RunLog(
@@ -151,7 +164,7 @@ def prepare_run(config: Config, ranks: Ranks, folder: Path) -> Run:
     trainer = Trainer(wrapped, optimizer, ranks, config.optim.clip, config.train.on_nonfinite, scaler)
     plan = StepPlan(
         corpus=corpus,
-        epochs=_epoch_plan(config, corpus),
+        epochs=epochs,
         negatives=config.data.negatives,
         micro_batch_tokens=resolve_micro_batch_tokens(config, ranks.device.type),
         rank=ranks.rank,
@@ -329,8 +342,12 @@ def _resume(run: Run, saved: Sequence[Checkpoint]) -> int:
     return newest.step + 1
 
 
-def _steps(run: Run, first: int) -> int:
-    """Take the steps; returns the last one taken."""
+def _steps(run: Run, first: int, request: StopRequest) -> int:
+    """Take the steps; returns the last one taken.
+
+    Raises:
+        StoppedError: a signal came; the state is saved.
+    """
     config, total = run.config, run.derived.steps
     per_epoch = run.plan.epochs.steps_per_epoch
     _, count_units = make_loss(config.loss)
@@ -344,12 +361,19 @@ def _steps(run: Run, first: int) -> int:
         torch.manual_seed(step_seed(config.train.seed, step, run.ranks.rank))
         rate = rate_at(step, total=total, warmup=run.derived.warmup_steps, schedule=config.optim.schedule)
         result = train_step(run.trainer, step, batches, rate)
-        run.log.step(result, _step_facts(run, batches, result.tokens, time.perf_counter() - start, waited, step))
+        facts = _step_facts(run, batches, result, time.perf_counter() - start, waited)
+        stop = any(asked for (asked,) in gather_numbers(request.signal is not None))
+        run.log.step(result, facts)
         saved = False
         if eval_every and step % eval_every == 0 and step < total:
             saved = watch.see(step, evaluate_now(run, step)) and _save(run, step, watch.best_step)
         if save_every and step % save_every == 0 and step < total and not saved:
-            _save(run, step, watch.best_step)
+            saved = _save(run, step, watch.best_step)
+        if stop and step < total:
+            if not saved:
+                _save(run, step, watch.best_step)
+            name = request.signal.name if request.signal else "a signal to another rank"
+            raise StoppedError(f"stopped by {name} at step {step}", remedy="The same command goes on from there")
         if watch.exhausted:
             run.log.say(f"stopped early at step {step}: {watch.since} evaluations without a better {config.train.best}")
             run.log.event("early_stop", step=step, best_step=watch.best_step)
@@ -362,22 +386,20 @@ def step_seed(seed: int, step: int, rank: int) -> int:
     return (seed * 1_000_003 + step) * 4_099 + rank
 
 
-def _step_facts(run: Run, batches, tokens: int, step_s: float, waited: float, step: int) -> dict[str, Any]:
-    cost = float(sum(b.tokens for b in batches))
-    heaviest, longest = max_ranks(cost, step_s + waited)
-    peaks = gather_objects(peak_bytes(run.ranks.device))
-    (mean,) = sum_ranks(cost)
-    mean /= run.ranks.world
-    peak = peak_flops(run.ranks.device)
+def _step_facts(run: Run, batches: Sequence[Batch], result: StepResult, step_s: float, waited: float) -> dict[str, Any]:
+    """What a line of metrics.jsonl says besides the step's numbers. `balance`: heaviest rank / mean, in tokens."""
+    own = sum(b.tokens for b in batches), step_s + waited, peak_bytes(run.ranks.device)
+    costs, seconds, peaks = zip(*gather_numbers(*own), strict=True)
+    speed, top = result.tokens / max(seconds), peak_flops(run.ranks.device)
     weights = sum(p.numel() for p in run.wrapped.owner.parameters())
     return {
-        "epoch": run.plan.epochs.epoch_of(step),
+        "epoch": run.plan.epochs.epoch_of(result.step),
         "step_s": step_s,
         "data_wait_s": waited,
-        "tokens_per_s": tokens / longest,
-        "mfu": None if peak is None else 6 * weights * tokens / longest / peak / run.ranks.world,
-        "peak_bytes": peaks,
-        "balance": heaviest / mean if mean else 1.0,
+        "tokens_per_s": speed,
+        "mfu": None if top is None else 6 * weights * speed / top / run.ranks.world,
+        "peak_bytes": [int(p) for p in peaks],
+        "balance": max(costs) * len(costs) / sum(costs),
         "micro_batches": len(batches),
     }
 
@@ -385,6 +407,7 @@ def _step_facts(run: Run, batches, tokens: int, step_s: float, waited: float, st
 def evaluate_now(run: Run, step: int) -> dict[str, dict[str, float]]:
     """Measure every set, log the figures; returns set name -> metrics."""
     figures = {}
+    run.log.hide()
     how = Measure(
         metrics=run.config.eval.metrics,
         slices=run.config.eval.slices,

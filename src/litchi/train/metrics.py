@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 import torch
 
+from litchi.train.progress import StepLine
 from litchi.types import StepResult
 
 
@@ -66,15 +67,22 @@ class RunLog:
     """Writes of rank 0. On other ranks every method does nothing."""
 
     def __init__(
-        self, folder: Path, *, main: bool, tensorboard: bool, total: int, every: int, out: TextIO = sys.stderr
+        self, folder: Path, *, main: bool, tensorboard: bool, total: int, every: int, out: TextIO | None = None
     ):
-        self.folder, self.main, self.total, self.every, self.out = folder, main, total, every, out
+        self.folder, self.main, self.total, self.every, self.out = folder, main, total, every, out or sys.stderr
         self.board = _open_board(folder) if main and tensorboard else None
+        self.line = StepLine(total, self.out) if main and self.out.isatty() else None
 
     def say(self, text: str) -> None:
         """Print a line."""
         if self.main:
+            self.hide()
             print(text, file=self.out, flush=True)
+
+    def hide(self) -> None:
+        """Take the live line away, because something else is about to be drawn."""
+        if self.line is not None:
+            self.line.hide()
 
     def step(self, result: StepResult, extra: Mapping[str, Any]) -> None:
         """Write a step everywhere."""
@@ -96,16 +104,21 @@ class RunLog:
         if self.board is not None:
             for name in ("loss", "grad_norm", "lr", "tokens_per_s"):
                 self.board.add_scalar(f"train/{name}", record[name], result.step)
-        if result.step % self.every == 0 or result.step in (1, self.total):
-            self._line(result, record)
+        self._show(result, record)
 
-    def _line(self, result: StepResult, record: Mapping[str, Any]) -> None:
-        left = record["step_s"] * (self.total - result.step)
-        self.say(
-            f"step {result.step:>{len(str(self.total))}}/{self.total}  loss {result.loss:.4f}  "
-            f"norm {result.grad_norm:.2f}  lr {result.lr:.1e}  {record['tokens_per_s']:,.0f} tokens/s  "
-            f"left {format_time(left)}" + ("  SKIPPED: not finite" if result.skipped else "")
+    def _show(self, result: StepResult, record: Mapping[str, Any]) -> None:
+        left = (record["step_s"] + record["data_wait_s"]) * (self.total - result.step)
+        figures = (
+            f"loss {result.loss:.4f}  norm {result.grad_norm:.2f}  lr {result.lr:.1e}  "
+            f"{record['tokens_per_s']:,.0f} tokens/s  left {format_time(left)}"
         )
+        line = f"step {result.step:>{len(str(self.total))}}/{self.total}  {figures}"
+        if result.skipped:
+            self.say(f"{line}  SKIPPED: not finite")
+        elif self.line is not None:
+            self.line.show(result.step, figures)
+        elif result.step % self.every == 0 or result.step in (1, self.total):
+            self.say(line)
 
     def evaluation(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
         """Write the figures of one set."""
@@ -123,6 +136,8 @@ class RunLog:
             append_line(self.folder / "events.jsonl", {"event": kind, **facts})
 
     def close(self) -> None:
+        """Let go of the screen and of TensorBoard's file."""
+        self.hide()
         if self.board is not None:
             self.board.close()
 

@@ -7,14 +7,14 @@ sum the units over ranks -> each micro-batch gives a loss sum, scaled by data ra
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from litchi.dist import Ranks, max_ranks, sum_ranks
+from litchi.dist import Ranks, gather_objects, sum_ranks
 from litchi.errors import UserError
 from litchi.parallel.apply import Wrapped
 from litchi.train.optim import set_rate
@@ -57,8 +57,8 @@ def train_step(trainer: Trainer, step: int, batches: Sequence[Batch], rate: floa
         sum(len(b.pixels) for b in batches) * wrapped.owner.spec.patch**2,
     )
     lr = set_rate(trainer.optimizer, rate)
-    loss = _accumulate(trainer, batches, wrapped.data_ranks / units)
-    (total,) = sum_ranks(loss)
+    losses = _accumulate(trainer, batches, wrapped.data_ranks / units)
+    (total,) = sum_ranks(sum(losses))
     total /= units
     if trainer.scaler is not None:
         trainer.scaler.unscale_(trainer.optimizer)
@@ -69,10 +69,11 @@ def train_step(trainer: Trainer, step: int, batches: Sequence[Batch], rate: floa
     if finite:
         _prove_gradients(trainer, pictures > 0)
     elif trainer.on_nonfinite == "stop":
+        names = _suspects(batches, losses)
         raise UserError(
             f"step {step} is not finite: loss {total}, gradient norm {norm}",
-            why=f"its samples are {', '.join(s for b in batches for s in b.samples)[:300]}",
-            remedy="Lower optim.lr, lengthen optim.warmup, or look at these rows",
+            why=f"look at {', '.join(names[:20])}" + (f" and {len(names) - 20} more" if len(names) > 20 else ""),
+            remedy="Lower optim.lr, lengthen optim.warmup, or take these samples out",
         )
     _update(trainer, norm, finite)
     return StepResult(
@@ -87,8 +88,8 @@ def train_step(trainer: Trainer, step: int, batches: Sequence[Batch], rate: floa
     )
 
 
-def _accumulate(trainer: Trainer, batches: Sequence[Batch], scale: float) -> float:
-    """Forward and backward of all micro-batches; returns this rank's loss sum."""
+def _accumulate(trainer: Trainer, batches: Sequence[Batch], scale: float) -> list[float]:
+    """Forward and backward of all micro-batches; returns the loss sum of each."""
     losses: list[Tensor] = []
     for i, batch in enumerate(batches):
         with trainer.wrapped.synchronise(last=i == len(batches) - 1):
@@ -99,7 +100,15 @@ def _accumulate(trainer: Trainer, batches: Sequence[Batch], scale: float) -> flo
                 loss = trainer.scaler.scale(loss)
             loss.backward()
         losses.append(out.loss.detach().double())
-    return float(torch.stack(losses).sum())  # the one place where the host waits for the device
+    return torch.stack(losses).tolist()  # the one place where the host waits for the device
+
+
+def _suspects(batches: Sequence[Batch], losses: Sequence[float]) -> list[str]:
+    """Samples of all ranks' micro-batches whose loss is not finite; all of the step where only a gradient is not."""
+    own = [(math.isfinite(loss), b.samples) for b, loss in zip(batches, losses, strict=True)]
+    every = [part for rank in gather_objects(own) for part in rank]
+    blamed = [names for fine, names in every if not fine] or [names for _, names in every]
+    return [name for names in blamed for name in names]
 
 
 def _leave_vision_out(wrapped: Wrapped) -> None:
@@ -109,26 +118,22 @@ def _leave_vision_out(wrapped: Wrapped) -> None:
             parameter.grad = None
 
 
-def gradient_norm(parameters) -> float:
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
     """Norm of all gradients over all ranks, squares summed in fp64 (fp32 moved losses by 1e-5 between layouts)."""
-    whole, sharded = [0.0], [0.0]
-    squares: dict[float, list[Tensor]] = {}
+    squares: dict[int, list[Tensor]] = {}  # by how many ranks hold the same piece; 0: all of them, the whole of it
     for parameter in parameters:
-        grad = parameter.grad
+        grad, copies = parameter.grad, 0
         if grad is None:
             continue
-        copies = 0.0  # of a whole gradient: every rank has it, so it is not summed
         if isinstance(grad, DTensor):
-            copies = math.prod(
-                grad.device_mesh.size(i) for i, p in enumerate(grad.placements) if isinstance(p, Replicate)
-            )
+            mesh, places = grad.device_mesh, grad.placements
+            copies = math.prod(mesh.size(axis) for axis, place in enumerate(places) if isinstance(place, Replicate))
             grad = grad.to_local()
         squares.setdefault(copies, []).append(grad.double().pow(2).sum())
-    for copies, parts in squares.items():
-        total = float(torch.stack(parts).sum())
-        (whole if copies == 0.0 else sharded).append(total / (copies or 1.0))
-    (over_ranks,) = sum_ranks(sum(sharded))
-    return math.sqrt(sum(whole) + over_ranks) if math.isfinite(sum(whole) + over_ranks) else math.nan
+    sums = {copies: float(torch.stack(parts).sum()) for copies, parts in squares.items()}
+    whole = sums.pop(0, 0.0)
+    (pieces,) = sum_ranks(sum(total / copies for copies, total in sums.items()))
+    return math.sqrt(whole + pieces)
 
 
 def _prove_gradients(trainer: Trainer, pictures: bool) -> None:
@@ -166,8 +171,3 @@ def _update(trainer: Trainer, norm: float, finite: bool) -> None:
     elif finite:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-
-
-def agree_stop(wanted: bool) -> bool:
-    """Whether any rank wants to stop."""
-    return max_ranks(float(wanted))[0] > 0
