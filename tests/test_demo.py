@@ -1,4 +1,4 @@
-"""The demo: a small one from end to end, what its folder holds, when it says that it has failed, and what it refuses."""
+"""The demo: a small one from end to end, its folder, when it says that it has failed, and what it refuses."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_settings_are_read_strictly(tmp_path):
     [
         ({}, 0.0, []),
         ({"before": 0.36}, 0.0, ["before is 0.360"]),
-        ({"before": 0.35, "after": 0.93, "control": 0.393}, 1e-4, []),
+        ({"before": 0.35, "after": 0.93, "control": 0.392}, 1e-4, []),
         ({"after": 0.929}, 0.0, ["after is 0.929"]),
         ({"control": 0.40}, 0.0, ["control is 0.400"]),
         ({"control": 0.19}, 0.0, ["control is 0.190"]),

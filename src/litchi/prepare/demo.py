@@ -423,18 +423,20 @@ def write_page(places: Places, before: Scores, after: Scores, figures: dict[str,
     for line in places.test.read_text(encoding="utf-8").splitlines()[:SHOWN]:
         row = json.loads(line)
         pictures = [places.data / document["image"] for document in (row["pos_doc"], *row["neg_docs"])]
-        ranked = (
-            [Candidate(p, s, n == 0) for n, (p, s) in enumerate(zip(pictures, scores[row["id"]], strict=True))]
-            for scores in (before, after)
-        )
-        rows.append(RankedQuery(row["query"], *ranked, gloss=gloss(row["query"])))
+        first, last = (_candidates(pictures, scores[row["id"]]) for scores in (before, after))
+        rows.append(RankedQuery(row["query"], first, last, gloss=gloss(row["query"])))
     title = "Litchi demo: products in combinations the model never saw"
     write_rankings(places.page, places.sheet, title=title, rows=rows, figures=list(figures.values()))
 
 
+def _candidates(pictures: Sequence[Path], scores: Sequence[float]) -> list[Candidate]:
+    return [Candidate(picture, score, n == 0) for n, (picture, score) in enumerate(zip(pictures, scores, strict=True))]
+
+
 def format_closing(places: Places, figures: Sequence[Figure], summary: dict[str, Any]) -> str:
     """The last lines: figures, where everything lies, and what to try next."""
-    export, test, yours = places.export, places.test, "model.path=vec-ai/lychee-rerank-mm"
+    export, test = places.export, places.test
+    model, files = "model.path=vec-ai/lychee-rerank-mm", "data.train=train.jsonl data.eval=eval.jsonl"
     lines = [
         "",
         f"MRR@10 with its 95 % interval: {summary['queries']} queries for combinations never seen in training, "
@@ -452,8 +454,8 @@ def format_closing(places: Places, figures: Sequence[Figure], summary: dict[str,
         f"  litchi score {export} --data {test} --out {places.out / 'scores.jsonl'}",
         "",
         "With your own data and a model of the family (README.md shows a row):",
-        f"  litchi data check train.jsonl --task rerank {yours}",
-        f"  litchi train configs/rerank-lychee.yaml {yours} data.train=train.jsonl data.eval=eval.jsonl output=runs/mine",
+        f"  litchi data check train.jsonl --task rerank {model}",
+        f"  litchi train configs/rerank-lychee.yaml {model} {files} output=runs/mine",
         "  litchi evaluate runs/mine --data eval.jsonl",
         "  litchi score runs/mine --data eval.jsonl --out scores.jsonl",
     ]
