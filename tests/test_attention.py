@@ -1,5 +1,7 @@
 """Attention in pieces: equal to its definition, a masked softmax, in value and gradient."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -152,7 +154,7 @@ def test_levels_hold_pieces_of_one_kind_with_disjoint_queries():
     assert sorted(map(repr, pieces)) == sorted(repr(p) for level in levels for p in level)
     for level in levels:
         assert len({(p.causal, p.first) for p in level}) == 1
-        assert all(a.q1 <= b.q0 for a, b in zip(level, level[1:], strict=False))
+        assert all(a.q1 <= b.q0 for a, b in pairwise(level))
     assert len(levels) == 3 and levels[0][0].first, "own blocks open their queries before anything is merged"
 
 
@@ -163,9 +165,19 @@ def test_lengths_cut_stacked_pieces():
     assert (index.tolist(), cumulative.tolist(), longest) == (list(range(8)), [0, 3, 6, 8], 3)
 
 
-# ---- On CUDA
-
 SPANS = [(0, 37, -1), (37, 60, 0), (60, 91, 0), (91, 100, 2), (100, 133, -1), (133, 166, -1)]
+
+
+def test_variable_length_calls_fit_the_kernels():
+    """On the meta device the real operators check their arguments and say what shapes come out; nothing is computed."""
+    q, k, v = (torch.empty(166, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
+    out, lse = attention.varlen_forward(q, k, v, span_pieces(SPANS), 0.125)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, q.shape[:2], torch.float32)
+    gradients = attention.varlen_backward(out, q, k, v, out, lse, span_pieces(SPANS), 0.125)
+    assert [(g.shape, g.dtype) for g in gradients] == [(t.shape, t.dtype) for t in (q, k, v)]
+
+
+# ---- On CUDA
 
 
 def both_devices(dtype):

@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from rendering import chat, draw, oracle_chat, oracle_pairs, pack, pictures_of, render, renderer_for, sample, say
 
 from litchi.batch.collate import collate
 from litchi.data.processor import IMAGE_PAD
@@ -12,7 +13,6 @@ from litchi.model.build import load_model
 from litchi.model.forward import LitchiModel
 from litchi.train.losses import bce, count_documents
 from litchi.types import IGNORE
-from rendering import chat, draw, oracle_chat, oracle_pairs, pack, pictures_of, render, renderer_for, sample, say
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from rendering import chat, draw, pack, render, renderer_for, say
 
 from litchi.batch.positions import forest_positions
-from rendering import chat, draw, pack, render, renderer_for, say
 
 
 def columns(*positions):

@@ -1,11 +1,11 @@
-"""Chat rows as tokens: what is learnt is known by construction, and ordinary rows are what transformers makes of them."""
+"""Chat rows as tokens: what is learnt is known by construction, ordinary rows are what transformers makes of them."""
 
 import pytest
+from rendering import chat, draw, oracle_chat, render, renderer_for, sample, say
 
 from litchi.data.processor import END_OF_TURN, IMAGE_PAD
 from litchi.data.values import RowError
 from litchi.types import IGNORE
-from rendering import chat, draw, oracle_chat, render, renderer_for, sample, say
 
 
 @pytest.fixture(scope="module")
@@ -147,14 +147,12 @@ def test_ordinary_rows_have_the_ids_of_transformers(renderer, hf_processor, pict
 def test_the_prompt_of_an_answer_is_the_row_up_to_it(renderer, hf_processor, pictures):
     for turns in ordinary(pictures):
         one = chat(renderer, *turns)
-        prompt, wanted = renderer.render_prompt(one, lambda media: dict(known(render(renderer, one)))[media.key])
+        whole = render(renderer, one)
+        grids = {placed.media.key: placed.grid for placed in whole.media}
+        prompt, wanted = renderer.render_prompt(one, lambda media, grids=grids: grids[media.key])
         assert wanted == turns[-1][1]
         assert prompt.ids.tolist() == oracle_chat(hf_processor, one, prompt=True)["input_ids"][0].tolist()
-        assert prompt.ids.tolist() == render(renderer, one).ids[: prompt.tokens].tolist()
-
-
-def known(example):
-    return [(placed.media.key, placed.grid) for placed in example.media]
+        assert prompt.ids.tolist() == whole.ids[: prompt.tokens].tolist()
 
 
 def test_a_prompt_without_a_turn_is_refused(renderer):

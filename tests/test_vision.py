@@ -47,6 +47,17 @@ def test_features_of_many_grids_at_once_equal_transformers(loaded, hf_model, pro
     assert wanted.std(0).mean() > 0.01
 
 
+def test_features_of_several_frames_equal_transformers(loaded, hf_model, processor, cut):
+    """A grid of two frames beside one of three: no frame sees another."""
+    grids = [(2, 6, 10), (3, 4, 4)]
+    patches = cut[0][: sum(t * h * w for t, h, w in grids)]
+    with torch.no_grad():
+        found = encode_pictures(loaded.hf.model.visual, patches, grids, processor.vision)
+    wanted = hf_features(hf_model, normalise_patches(patches, processor.vision), grids)
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
+    assert len(wanted) == 2 * 15 + 3 * 4
+
+
 def test_gradients_of_the_tower_equal_transformers(loaded, hf_model, processor, cut):
     patches, grids = cut
     values = normalise_patches(patches, processor.vision)
@@ -76,13 +87,18 @@ def test_a_picture_does_not_depend_on_its_neighbours(loaded, processor, cut):
 
 
 def test_windows_are_pieces_and_frames_are_apart(processor):
-    """Grid 2 x 6 x 10 patches, 3 x 5 tokens a frame: windows of 3 x 4 and 3 x 1 tokens, equal ones side by side."""
-    layout = vision_layout([(2, 6, 10)], processor.vision)
-    assert [(p.q0, p.q1, p.count) for p in layout.plan.full] == [(0, 120, 2)]
-    assert [(p.q0, p.q1, p.count) for p in layout.plan.window] == [(0, 96, 2), (96, 120, 2)]
-    assert sorted(layout.order.tolist()) == list(range(30))
-    assert layout.order[:12].tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 10, 11, 12, 13]
-    assert layout.order[24:].tolist() == [4, 9, 14, 19, 24, 29]
+    """Grid 2 x 6 x 18 patches, 3 x 9 tokens a frame: two windows of 3 x 4 and one of 3 x 1 tokens in each."""
+    layout = vision_layout([(2, 6, 18)], processor.vision)
+    assert [(p.q0, p.q1, p.count) for p in layout.plan.full] == [(0, 216, 2)]
+    assert [(p.q0, p.q1, p.count) for p in layout.plan.window] == [
+        (0, 96, 2),
+        (96, 108, 1),
+        (108, 204, 2),
+        (204, 216, 1),
+    ]
+    assert sorted(layout.order.tolist()) == list(range(54)) and set(layout.order[:27].tolist()) == set(range(27))
+    assert layout.order[:12].tolist() == [0, 1, 2, 3, 9, 10, 11, 12, 18, 19, 20, 21]
+    assert layout.order[24:27].tolist() == [8, 17, 26]
 
 
 def test_without_windows_the_order_is_the_picture_s_own(processor):

@@ -45,10 +45,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout,
 def main() -> None:
     """Run the command line; errors of the user's are one line and an exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    # threads that wait must sleep: spinning on a machine with other work made a step 20 times slower
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         status = app(standalone_mode=False)  # of `typer.Exit`, which it catches itself; else None
     except UserError as error:
-        _speak(error.line())
+        if not (isinstance(error, StoppedError) and "TORCHELASTIC_RUN_ID" in os.environ):  # there the parent says it
+            _speak(error.line())
         _leave(error.status)
     except typer._click.ClickException as error:  # an unknown option, a missing argument
         _speak(f"{error.format_message().rstrip('.')}. See litchi --help")
@@ -150,7 +153,8 @@ def data_check(
     report = check.check_report(corpus)
     print(check.to_json(report) if as_json else check.format_report(report))
     if write_clean:
-        print(f"{check.write_clean(corpus, Path(write_clean)):,} rows written to {write_clean}", file=sys.stderr)
+        said = check.write_clean(corpus, Path(write_clean), media_root=config.data.media_root)
+        print(said, file=sys.stderr)
     if any(f["severity"] == "error" for f in report["findings"]):
         raise typer.Exit(3)
 

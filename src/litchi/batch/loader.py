@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -20,7 +21,7 @@ from litchi.batch.schedule import EpochPlan, split_costs
 from litchi.data.media import decode_image, grid_of, picture_patches, read_header
 from litchi.data.render import Renderer
 from litchi.errors import DataError, UserError
-from litchi.types import Batch, ChatSample, Example, Media, Sample
+from litchi.types import Batch, ChatSample, Example, Media, Sample, Source
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,35 @@ class Corpus:
         return source.load(cost, renderer)
 
     def example(self, row: int, chosen: Sequence[int] | None) -> Example:
-        _, _, renderer = self.find(row)
-        return renderer.render(self.load(row), lambda media: media_grid(media, renderer), chosen)
+        """Render a row with these documents. Raises DataError when it is no longer what was indexed."""
+        source, cost, renderer = self.find(row)
+        with _naming(source.source(cost)):
+            example = renderer.render(self.load(row), lambda media: media_grid(media, renderer), chosen)
+        planned = cost.cost(chosen)  # fewer documents may share a longer prefix, so a group may come out below it
+        if example.tokens > planned or (not cost.documents and example.tokens < planned):
+            raise DataError(
+                f"{cost.id} has {example.tokens} tokens and had {planned} when it was indexed",
+                where=source.source(cost),
+                why="the file or a picture changed while the run was reading it",
+                remedy="Start the run again",
+            )
+        return example
 
     def prompt(self, row: int) -> Example:
-        _, _, renderer = self.find(row)
-        sample = self.load(row)
-        assert isinstance(sample, ChatSample)
-        return renderer.render_prompt(sample, lambda media: media_grid(media, renderer))[0]
+        source, cost, renderer = self.find(row)
+        with _naming(source.source(cost)):
+            sample = self.load(row)
+            assert isinstance(sample, ChatSample)
+            return renderer.render_prompt(sample, lambda media: media_grid(media, renderer))[0]
+
+
+@contextmanager
+def _naming(source: Source) -> Iterator[None]:
+    """Put the row into an error that does not know it."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(error.what, where=error.where or source, why=error.why, remedy=error.remedy) from error
 
 
 def media_grid(media: Media, renderer: Renderer) -> tuple[int, int, int]:
@@ -67,10 +89,8 @@ def load_patches(examples: Sequence[Example], renderer: Renderer) -> dict[str, n
     for example in examples:
         for placed in example.media:
             if placed.media.key not in patches:
-                try:
+                with _naming(example.source):
                     rgb = decode_image(placed.media, window=renderer.window)
-                except DataError as error:
-                    raise DataError(error.what, where=example.source, why=error.why, remedy=error.remedy) from error
                 patches[placed.media.key], grid = picture_patches(rgb, spec=renderer.processor.vision)
                 if grid != placed.grid:
                     raise DataError(f"{placed.media.name} changed while the run was reading it", where=example.source)
@@ -132,15 +152,15 @@ class MicroBatches(Dataset):
 class FixedBatches(Dataset):
     """number -> Batch of these picks, for evaluation."""
 
-    def __init__(self, corpus: Corpus, picks: Sequence[Picks], *, prompts: bool):
-        self.corpus, self.picks, self.prompts = corpus, picks, prompts
+    def __init__(self, corpus: Corpus, picks: Sequence[Picks], count_units: CountUnits | None, *, prompts: bool):
+        self.corpus, self.picks, self.count_units, self.prompts = corpus, picks, count_units, prompts
 
     def __len__(self) -> int:
         return len(self.picks)
 
     def __getitem__(self, number: int) -> Batch | UserError:
         try:
-            return make_batch(self.corpus, self.picks[number], prompts=self.prompts)
+            return make_batch(self.corpus, self.picks[number], self.count_units, prompts=self.prompts)
         except UserError as error:
             return error
 
@@ -174,13 +194,21 @@ def iterate_steps(
         yield step, batches, time.perf_counter() - start
 
 
-def iterate_picks(corpus: Corpus, picks: Sequence[Picks], *, workers: int, prompts: bool = False) -> Iterator[Batch]:
+def iterate_picks(
+    corpus: Corpus,
+    picks: Sequence[Picks],
+    *,
+    workers: int,
+    count_units: CountUnits | None = None,
+    prompts: bool = False,
+) -> Iterator[Batch]:
     """Batches of these picks, in order, prepared ahead. Raises UserError as `iterate_steps` does."""
-    return _ahead(FixedBatches(corpus, picks, prompts=prompts), range(len(picks)), min(workers, len(picks)))
+    made = FixedBatches(corpus, picks, count_units, prompts=prompts)
+    return _ahead(made, range(len(picks)), min(workers, len(picks)))
 
 
 def _ignore_signals(worker: int) -> None:
-    """A signal is for the rank, which ends its step and then its workers; a worker that died first would be an error."""
+    """A signal is for the rank, which ends its step and then its workers; a worker that dies first is an error."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 

@@ -5,7 +5,7 @@ SourceIndex -> micro-batches (the same number on every rank, some empty) -> scor
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,18 +13,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from litchi.batch.collate import CountUnits
 from litchi.batch.index import SourceIndex
 from litchi.batch.loader import Corpus, Picks, iterate_picks
 from litchi.batch.schedule import split_costs
+from litchi.data.processor import END_OF_TURN, Processor
 from litchi.data.render import Renderer
 from litchi.dist import Ranks, gather_objects, max_ranks, sum_ranks
+from litchi.errors import UserError
 from litchi.evaluate.ranking import RankingReport, ScoredGroup, ranking_metrics
 from litchi.evaluate.text import text_metrics
 from litchi.model.generate import generate_greedy
 from litchi.parallel.apply import Wrapped
 from litchi.types import ChatSample, RerankSample
 
-log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 
 
@@ -69,7 +71,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Measure:
-    """How to measure: metric names (None: the usual), slices, generation and micro-batch limits."""
+    """How to measure: metric names (None: the usual), slices, generation, micro-batch limits, the loss's divisor."""
 
     metrics: Sequence[str] | None = None
     slices: Sequence[str] = ()
@@ -77,6 +79,7 @@ class Measure:
     micro_batch_tokens: int = 8192
     workers: int = 0
     generate: bool = True
+    count_units: CountUnits | None = None  # what a rerank loss is divided by
 
 
 def measure_set(
@@ -97,28 +100,60 @@ def measure_set(
 # -------------------------------------------------------------------------------------------------------- rerank
 
 
-def score_set(
-    wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure, progress: Progress | None = None
-) -> list[tuple[int, tuple[str, ...], list[float]]]:
-    """Scores of every group: (row, document ids, scores), in the order of the file, on every rank."""
+@dataclass(frozen=True)
+class Scored:
+    """`groups` are (row, document ids, scores) in the order of the file; `loss` as in training. On every rank."""
+
+    groups: list[tuple[int, tuple[str, ...], list[float]]]
+    loss: float
+
+
+@torch.no_grad()
+def score_set(wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure, progress: Progress | None = None) -> Scored:
+    """Score every group of a set.
+
+    Raises:
+        UserError: a score is not finite; it names the document and what was computed in.
+    """
     picks = data.share(ranks, how.micro_batch_tokens)
-    mine = []
-    for number, batch in enumerate(iterate_picks(data.corpus, picks, workers=how.workers)):
+    mine, total, units = [], 0.0, 0.0
+    batches = iterate_picks(data.corpus, picks, workers=how.workers, count_units=how.count_units)
+    for number, batch in enumerate(batches):
         with wrapped.compute():
-            scores = wrapped.model(batch).scores.float().cpu()
+            out = wrapped.model(batch)
+        scores = out.scores.float().cpu()
+        total, units = total + float(out.loss), units + batch.units
         for (row, _), (a, b) in zip(picks[number], batch.groups, strict=True):
             mine.append((row, batch.doc_ids[a:b], scores[a:b].tolist()))
         if progress is not None:
             progress(number + 1, len(picks))
-    return sorted((group for share in gather_objects(mine) for group in share), key=lambda group: group[0])
+    groups = sorted((group for share in gather_objects(mine) for group in share), key=lambda group: group[0])
+    _refuse_nonfinite(groups, data, wrapped)
+    total, units = sum_ranks(total, units)
+    return Scored(groups, total / units if units else math.nan)
+
+
+def _refuse_nonfinite(groups: Sequence[tuple[int, tuple[str, ...], list[float]]], data: EvalSet, wrapped: Wrapped):
+    for row, doc_ids, scores in groups:
+        for doc, score in zip(doc_ids, scores, strict=True):
+            if not math.isfinite(score):
+                weights = str(next(wrapped.owner.parameters()).dtype).removeprefix("torch.")
+                raise UserError(
+                    f"the score of document {doc} of query {data.index.rows[row].id} is {score}",
+                    where=data.index.source(data.index.rows[row]),
+                    why=f"computed in {wrapped.precision} with weights in {weights}; a run that diverged leaves such "
+                    "weights, and fp16 overflows above 65504",
+                    remedy="Try train.precision=fp32, or take an earlier checkpoint",
+                )
 
 
 def measure_ranking(
     wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure, progress: Progress | None = None
 ) -> Measured:
-    """MRR, nDCG, ... of a set; see `ranking_metrics`."""
+    """Loss, and MRR, nDCG, ... of a set; see `ranking_metrics`."""
+    scored = score_set(wrapped, data, ranks, how, progress)
     groups, lines = [], []
-    for row, doc_ids, scores in score_set(wrapped, data, ranks, how, progress):
+    for row, doc_ids, scores in scored.groups:
         sample = data.index.load(data.index.rows[row], data.renderer)
         assert isinstance(sample, RerankSample)
         label = {d.id: d.label for d in sample.documents}
@@ -133,7 +168,8 @@ def measure_ranking(
         )
         lines += [{"query_id": sample.id, "doc_id": d, "score": s} for d, s in zip(doc_ids, scores, strict=True)]
     ranking = ranking_metrics(groups, how.metrics)
-    return Measured(data.name, dict(ranking.metrics), ranking.to_json(), lines, ranking)
+    metrics = {"loss": scored.loss, **ranking.metrics}
+    return Measured(data.name, metrics, ranking.to_json() | {"metrics": metrics}, lines, ranking)
 
 
 # ---------------------------------------------------------------------------------------------------------- chat
@@ -196,9 +232,8 @@ def generate_set(
     return out
 
 
-def stop_ids(wrapped: Wrapped, processor: Any) -> tuple[int, ...]:
-    """Ids that end an answer: the generation config's, else the end of a turn."""
-    stop = wrapped.owner.hf.generation_config.eos_token_id  # type: ignore[union-attr]
-    if stop is None:
-        return (processor.control("<|im_end|>"),)
-    return tuple(stop) if isinstance(stop, list) else (int(stop),)
+def stop_ids(wrapped: Wrapped, processor: Processor) -> tuple[int, ...]:
+    """Ids that end an answer: the end of a turn, which is what was learnt, and the generation config's."""
+    known = wrapped.owner.hf.generation_config.eos_token_id  # type: ignore[union-attr]
+    listed = known if isinstance(known, list) else [] if known is None else [known]
+    return tuple({processor.control(END_OF_TURN), *listed})

@@ -1,6 +1,6 @@
 """The one file with the model's names: which module is which part, and what the family's words are.
 
-To add a member of the family: one entry in `FAMILIES` and one row in `tests/test_family.py`.
+To add a member of the family: one entry in `FAMILIES` and one in `small_config` of `tests/test_forward.py`.
 """
 
 from __future__ import annotations

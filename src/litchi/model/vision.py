@@ -25,22 +25,17 @@ def _grid_layout(grid: Grid, merge: int, side: int | None):
     """Lay out one picture.
 
     Returns:
-        The order of its merged tokens (windows, those of equal size together), the runs of equal windows as
-        (count, tokens), and the row and column of every patch, int64 [patches, 2], in the processor's order.
+        The order of its merged tokens (frame by frame, windows of equal size together), the runs of equal windows
+        as (count, tokens), and the row and column of every patch, int64 [patches, 2], in the processor's order.
     """
     t, gh, gw = grid
     h, w = gh // merge, gw // merge
     tokens = np.arange(t * h * w).reshape(t, h, w)
-    if side is None:
-        windows = [tokens[f].reshape(-1) for f in range(t)]
-    else:
-        windows = [
-            tokens[f, i : i + side, j : j + side].reshape(-1)
-            for f in range(t)
-            for i in range(0, h, side)
-            for j in range(0, w, side)
-        ]
-        windows.sort(key=len, reverse=True)
+    down, across = side or h, side or w
+    windows: list[np.ndarray] = []
+    for frame in tokens:  # frames stay apart: a layer without windows attends within each
+        cut = [frame[i : i + down, j : j + across].reshape(-1) for i in range(0, h, down) for j in range(0, w, across)]
+        windows += sorted(cut, key=len, reverse=True)
     runs: list[list[int]] = []
     for window in windows:
         if runs and runs[-1][1] == len(window):

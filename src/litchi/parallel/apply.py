@@ -76,8 +76,7 @@ def apply_parallel(owner: LitchiModel, layout: Layout, ranks: Ranks, *, precisio
     """
     if checkpoint:
         owner.hf.activation_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    trains_vision = any(p.requires_grad for p in part(owner.hf, owner.family.vision).parameters())
-    owner.always_vision = ranks.world > 1 and (trains_vision or layout.dp_shard > 1)
+    owner.always_vision = _always_vision(owner, layout, ranks)
     model: nn.Module = owner
     if layout.dp_shard > 1:
         _shard(owner, layout, ranks, precision)
@@ -87,6 +86,17 @@ def apply_parallel(owner: LitchiModel, layout: Layout, ranks: Ranks, *, precisio
             devices = [ranks.device.index] if ranks.device.type == "cuda" else None
             model = DistributedDataParallel(owner, device_ids=devices, forward_sync_buffers=False)
     return Wrapped(model, owner, layout, layout.dp_replicate * layout.dp_shard, precision)
+
+
+def _always_vision(owner: LitchiModel, layout: Layout, ranks: Ranks) -> bool:
+    """Whether a batch without a picture calls the vision tower all the same, with weight zero.
+
+    Ranks must run the same collectives, those of the tower's gradients and of its shards; and where nothing else
+    trains, a loss without the tower would have no gradient at all.
+    """
+    trained = {n for n, p in owner.hf.named_parameters() if p.requires_grad}
+    vision = {n for n in trained if n.startswith(f"{owner.family.vision}.")}
+    return trained == vision or (ranks.world > 1 and (bool(vision) or layout.dp_shard > 1))
 
 
 def _shard(owner: LitchiModel, layout: Layout, ranks: Ranks, precision: str) -> None:

@@ -86,7 +86,7 @@ def save_checkpoint(
         part.mkdir(parents=True)
     barrier()
     state = trainable_state(model) | optimizer_state(model, optimizer)
-    dcp.save(state, checkpoint_id=part, no_dist=ranks.world == 1)
+    dcp.save(state, checkpoint_id=part)
     manifest = {
         "step": step,
         "litchi": __version__,
@@ -114,38 +114,48 @@ def load_checkpoint(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.o
     """
     saved = checkpoint.manifest["tensors"]
     state = trainable_state(model)
-    want = {name for name in saved if name.startswith("model.")}
-    if want != state.keys():
-        odd = sorted(want ^ state.keys())
+    want = {name: shape for name, shape in saved.items() if name.startswith("model.")}
+    have = {name: list(tensor.shape) for name, tensor in state.items()}
+    odd = sorted(name for name in want.keys() | have.keys() if want.get(name) != have.get(name))
+    if odd:
         raise UserError(
-            f"{len(odd)} of {len(want | state.keys())} tensors differ between checkpoint and run, the first {odd[0]}",
+            f"{len(odd)} of {len(want | have)} tensors differ between checkpoint and run, the first {odd[0]}",
             where=checkpoint.folder,
             why="a resume restores every tensor or none",
             remedy="Resume with the settings the run was started with, or start over with --fresh",
         )
-    targets: dict[str, Tensor] = dict(state)
     if optimizer is not None:
-        targets |= _empty_optimizer_state(model, optimizer, saved)
+        state |= _make_optimizer_state(model, optimizer, saved)
     with torch.no_grad():
-        dcp.load(targets, checkpoint_id=checkpoint.folder, no_dist=torch.distributed.get_world_size() == 1)
+        dcp.load(state, checkpoint_id=checkpoint.folder)
 
 
-def _empty_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, list[int]]):
-    """Make the optimizer's state tensors of the saved names, in place, to be filled."""
+def _make_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, list[int]]
+) -> dict[str, Tensor]:
+    """Give the optimizer the state tensors a checkpoint has, in place and empty, to be filled."""
+    parameters = {name.removeprefix("module."): p for name, p in model.named_parameters()}
+    counts = {p: _counts_on(group, p) for group in optimizer.param_groups for p in group["params"]}
     out = {}
-    for name, parameter in model.named_parameters():
-        plain = name.removeprefix("module.")
-        for full, shape in saved.items():
-            key = full.removeprefix("optim.").removesuffix("." + plain)
-            if full == f"optim.{key}.{plain}":
-                tensor = torch.zeros_like(parameter) if shape else torch.zeros((), dtype=torch.float32)
-                optimizer.state[parameter][key] = tensor
-                out[full] = tensor
+    for full, shape in saved.items():
+        if not full.startswith("optim."):
+            continue
+        _, key, name = full.split(".", 2)
+        parameter = parameters[name]
+        device = counts[parameter]
+        tensor = torch.zeros_like(parameter) if shape else torch.zeros((), dtype=torch.float32, device=device)
+        optimizer.state[parameter][key] = out[full] = tensor
     return out
+
+
+def _counts_on(group: Mapping[str, Any], parameter: Tensor) -> torch.device:
+    """Where an optimizer keeps its count of steps: beside the parameter if one kernel does it all."""
+    return parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
 
 
 def rotate_checkpoints(run: Path, *, keep: int, best: int | None) -> None:
     """Remove all but the newest `keep` and the best; the manifest goes first, so half a removal is no checkpoint."""
+    assert keep > 0  # the one just written stays
     for checkpoint in list_checkpoints(run)[:-keep]:
         if checkpoint.step != best:
             (checkpoint.folder / MANIFEST).unlink()

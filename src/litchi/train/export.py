@@ -48,59 +48,84 @@ def export_model(
     facts: Mapping[str, Any],
     *,
     dtype: torch.dtype | None = None,
-) -> None:
-    """Write the merged model. All ranks call it; rank 0 writes.
+    shard_bytes: int = SHARD_BYTES,
+) -> bool:
+    """Write the merged model and, where all that trained is LoRA, the adapter in `adapter/` below it.
+
+    All ranks call it; rank 0 writes. The folder appears whole or not at all.
 
     Args:
         owner: the model, sharded or not, with or without LoRA.
         base: folder of the base model, for its config and processor files.
-        out: the folder; it appears whole or not at all.
-        facts: for the manifest: task, template, pixel limits, step.
-        dtype: of the written weights; None keeps what they are trained in.
+        out: the folder; one that is there is replaced.
+        facts: for the manifest: base, task, template, pixel limits, settings, step.
+        dtype: of the written weights; None keeps what they are held in.
+        shard_bytes: size at which a file of weights is closed.
+
+    Returns:
+        Whether an adapter was written.
 
     Raises:
         UserError: LoRA layers exist and all of them are zero: merging would change nothing.
     """
+    _refuse_unchanged(owner.hf)
     part = out.with_name(f".{out.name}.part")
     if ranks.is_main:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        _copy_processor(base, part, owner)
-    tensors = merged_tensors(owner, dtype)
-    _write_shards(tensors, part, owner.hf, ranks)
+    written = dtype or next(owner.hf.parameters()).dtype
+    body = {
+        "litchi": __version__,
+        "torch": torch.__version__,
+        **facts,
+        "dtype": str(written).removeprefix("torch."),
+    }
+    _write_shards(merged_tensors(owner.hf, written), part, owner.hf, ranks, shard_bytes)
+    adapter = is_adapter(owner.hf)
+    if adapter:
+        _write_adapter(owner, base, part / "adapter", ranks, body)
     if ranks.is_main:
-        manifest = {"litchi": __version__, "torch": torch.__version__, **facts}
-        (part / MANIFEST).write_text(json.dumps(manifest, ensure_ascii=False, indent=1), encoding="utf-8")
+        _copy_config(base, part, owner, body["dtype"])
+        _copy_processor(base, part, owner)
+        _write_json(part / MANIFEST, body)
         shutil.rmtree(out, ignore_errors=True)
         part.replace(out)
     barrier()
+    return adapter
 
 
-def merged_tensors(owner: LitchiModel, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Names of the base model and whole tensors on the CPU, LoRA folded in, a tied head once. Collective when sharded."""
-    hf = owner.hf
-    lora = {name for name, m in hf.named_modules() if hasattr(m, "lora_A")}
-    changed = not lora
-    seen: set[int] = set()
-    for name, parameter in hf.named_parameters():
-        if ".lora_" in name or id(parameter) in seen:
-            continue
-        seen.add(id(parameter))
-        value = whole(parameter)
-        layer = name.removesuffix(".base_layer.weight")
-        if layer in lora and name.endswith(".base_layer.weight"):
-            module = hf.get_submodule(layer)
-            a, b = (whole(getattr(module, f"lora_{x}")[ADAPTER].weight).float() for x in "AB")  # type: ignore[index]
-            delta = (b @ a) * module.scaling[ADAPTER]  # type: ignore[index]
-            changed |= bool(delta.any())
-            value = (value.float() + delta).to(value.dtype)
-        yield name.replace(".base_layer", ""), value if dtype is None else value.to(dtype)
-    if not changed:
+def is_adapter(hf: nn.Module) -> bool:
+    """Whether LoRA layers are all that differs from the base: full parts beside them do not fit into an adapter."""
+    return uses_lora(hf) and all(".lora_" in name for name, p in hf.named_parameters() if p.requires_grad)
+
+
+def identify_base(path: str) -> str:
+    """A base as manifests name it: found again from any working folder."""
+    return str(Path(path).resolve()) if Path(path).is_dir() else path
+
+
+def _refuse_unchanged(hf: nn.Module) -> None:
+    """Before anything is written: a LoRA whose B is zero everywhere would give the base again. Collective."""
+    up = [whole(p) for name, p in hf.named_parameters() if ".lora_B." in name]
+    if up and not any(b.any() for b in up):
         raise UserError(
-            "the merged model is the base model",
+            "the merged model would be the base model",
             why="every LoRA B matrix is zero: nothing was learnt",
-            remedy="Train longer, or export the base itself",
+            remedy="Train longer, or leave the export out with train.export=never",
         )
+
+
+def merged_tensors(hf: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Names of the base and whole tensors on the CPU, LoRA folded in, a tied head once. Collective when sharded."""
+    for name, parameter in hf.named_parameters():
+        if ".lora_" in name:
+            continue
+        value = whole(parameter)
+        if name.endswith(".base_layer.weight"):
+            layer: Any = hf.get_submodule(name.removesuffix(".base_layer.weight"))
+            a, b = whole(layer.lora_A[ADAPTER].weight), whole(layer.lora_B[ADAPTER].weight)
+            value = value.float() + (b.float() @ a.float()) * layer.scaling[ADAPTER]
+        yield name.replace(".base_layer.", "."), value.to(dtype)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -109,8 +134,10 @@ def whole(tensor: Tensor) -> Tensor:
     return full.detach().cpu()
 
 
-def _write_shards(tensors: Iterator[tuple[str, Tensor]], part: Path, hf: nn.Module, ranks: Ranks) -> None:
-    """Write tensors as they come, in files of SHARD_BYTES, under the hub's key names."""
+def _write_shards(
+    tensors: Iterator[tuple[str, Tensor]], part: Path, hf: nn.Module, ranks: Ranks, shard_bytes: int
+) -> None:
+    """Write tensors as they come, under the key names of the files the base was read from."""
     from safetensors.torch import save_file
 
     shard: dict[str, Tensor] = {}
@@ -131,7 +158,7 @@ def _write_shards(tensors: Iterator[tuple[str, Tensor]], part: Path, hf: nn.Modu
             shard[key] = tensor.contiguous()
             held += tensor.numel() * tensor.element_size()
             total += tensor.numel() * tensor.element_size()
-        if held >= SHARD_BYTES:
+        if held >= shard_bytes:
             flush()
     if ranks.is_main:
         if shard:
@@ -159,21 +186,34 @@ def _name_shards(part: Path, files: list[list[str]], total: int) -> None:
     (part / "model.safetensors.index.json").write_text(json.dumps(body, indent=1), encoding="utf-8")
 
 
-def _copy_processor(base: Path, part: Path, owner: LitchiModel) -> None:
-    """The base's config and processor files, with the pixel limits this model was trained with."""
+def _copy_config(base: Path, part: Path, owner: LitchiModel, dtype: str) -> None:
+    """The base's config.json, saying what was written: the class and the type of the weights."""
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
-    (part / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    config.setdefault("architectures", [owner.family.architecture])
+    if "torch_dtype" not in config:
+        config["dtype"] = dtype
+    for section in (config, *(v for v in config.values() if isinstance(v, dict))):
+        for key in section.keys() & {"dtype", "torch_dtype"}:
+            section[key] = dtype
+    _write_json(part / "config.json", config)
+
+
+def _copy_processor(base: Path, part: Path, owner: LitchiModel) -> None:
+    """The base's processor files, with the pixel limits this model was trained with."""
     for name in PROCESSOR_FILES:
         if (base / name).is_file():
             shutil.copyfile(base / name, part / name)
     for name in ("preprocessor_config.json", "processor_config.json"):
         if (part / name).is_file():
             body = json.loads((part / name).read_text(encoding="utf-8"))
-            _set_pixels(body if name.startswith("pre") else body.get("image_processor", {}), owner)
-            (part / name).write_text(json.dumps(body, indent=1), encoding="utf-8")
+            picture = body if name.startswith("pre") else body.get("image_processor")
+            if picture:
+                _set_pixels(picture, owner)
+                _write_json(part / name, body)
 
 
 def _set_pixels(picture: dict[str, Any], owner: LitchiModel) -> None:
+    """Limits in the forms the file has already: `size` is newer, transformers prefers `min_pixels` where both are."""
     low, high = owner.spec.min_pixels, owner.spec.max_pixels
     if "size" in picture:
         picture["size"] = {"shortest_edge": low, "longest_edge": high}
@@ -181,22 +221,19 @@ def _set_pixels(picture: dict[str, Any], owner: LitchiModel) -> None:
         picture["min_pixels"], picture["max_pixels"] = low, high
 
 
-def export_adapter(owner: LitchiModel, out: Path, ranks: Ranks, lora: Any, base: str) -> bool:
-    """Write a PEFT adapter folder when the model has LoRA layers; returns whether it has. All ranks call it."""
+def _write_adapter(owner: LitchiModel, base: Path, out: Path, ranks: Ranks, facts: Mapping[str, Any]) -> None:
+    """A PEFT folder with processor and manifest of its own, so that it can be moved and opened alone."""
     from safetensors.torch import save_file
 
-    if not uses_lora(owner.hf):
-        return False
     state = {n: whole(p) for n, p in owner.hf.named_parameters() if ".lora_" in n}
     if ranks.is_main:
-        part = out.with_name(f".{out.name}.part")
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+        out.mkdir()
         body = {k: v.contiguous() for k, v in adapter_state(state).items()}
-        save_file(body, part / "adapter_model.safetensors", metadata={"format": "pt"})
-        config = adapter_config(owner.hf, owner.family, lora, base)
-        (part / "adapter_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-        shutil.rmtree(out, ignore_errors=True)
-        part.replace(out)
-    barrier()
-    return True
+        save_file(body, out / "adapter_model.safetensors", metadata={"format": "pt"})
+        _write_json(out / "adapter_config.json", adapter_config(owner.hf, facts["base"]))
+        _copy_processor(base, out, owner)
+        _write_json(out / MANIFEST, facts)
+
+
+def _write_json(path: Path, body: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(body, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ import torch
 from litchi.batch.loader import Corpus, StepPlan, iterate_steps
 from litchi.batch.schedule import EpochPlan
 from litchi.batch.sources import index_sources, refuse_bad
-from litchi.config import Config, Derived, derive, load_config, resolve_micro_batch_tokens
+from litchi.config import METRICS, Config, Derived, derive, load_config, resolve_micro_batch_tokens
 from litchi.data.processor import Processor, load_processor
 from litchi.data.templates import find_template
 from litchi.dist import Ranks, barrier, gather_numbers, gather_objects
 from litchi.errors import MachineError, StoppedError, UsageError
+from litchi.evaluate.ranking import DEFAULT_METRICS
 from litchi.evaluate.run import EvalSet, Measure, measure_set
 from litchi.model.adapters import apply_trainable, load_adapter
 from litchi.model.attention import kernel_name
@@ -30,7 +32,7 @@ from litchi.model.forward import LitchiModel
 from litchi.parallel.apply import COMPUTE, Wrapped, apply_parallel
 from litchi.parallel.mesh import choose_layout
 from litchi.train.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, rotate_checkpoints, save_checkpoint
-from litchi.train.export import export_adapter, export_model
+from litchi.train.export import export_model, identify_base
 from litchi.train.guard import StopRequest
 from litchi.train.losses import make_loss
 from litchi.train.metrics import RunLog, append_line, cut_back, peak_bytes, peak_flops, read_lines
@@ -61,7 +63,7 @@ class Run:
         spec = self.wrapped.owner.spec
         return {
             "task": self.config.task,
-            "base": self.config.model.path,
+            "base": identify_base(self.config.model.path),
             "template": self.config.data.template if self.config.task == "rerank" else "chat",
             "instruction": self.config.data.instruction,
             "pixels": {"min": spec.min_pixels, "max": spec.max_pixels},
@@ -82,21 +84,23 @@ def train_run(config: Config, ranks: Ranks, *, fresh: bool = False, allow_change
         set_aside(folder)
     barrier()
     saved = list_checkpoints(folder)
-    _refuse_changed(config, saved, allow_changed)
+    changed = _refuse_changed(config, saved, allow_changed)
     if ranks.is_main:
         make_folder(folder)
         (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     barrier()
-    if saved and (folder / "done.json").is_file():
+    if saved and not changed and (folder / "done.json").is_file():
         if ranks.is_main:
             print(f"already finished: {folder} ({saved[-1].step} steps). Start over with --fresh", flush=True)
         return folder
     run = prepare_run(config, ranks, folder)
     first = _resume(run, saved)
+    watch = BestWatch(config, folder)  # read once: later on rank 0 writes while others would read
+    barrier()
     try:
         with StopRequest(alone=ranks.world == 1) as request:
-            last = _steps(run, first, request)
-        _finish(run, last)
+            last = _steps(run, first, request, watch)
+        _finish(run, last, watch)
     finally:
         run.log.close()
     return folder
@@ -120,12 +124,13 @@ def set_aside(folder: Path) -> None:
         print(f"the old run was moved to {folder}.{number}", flush=True)
 
 
-def _refuse_changed(config: Config, saved: Sequence[Checkpoint], allowed: Sequence[str]) -> None:
-    """A resume with settings that change the numbers is refused by name."""
+def _refuse_changed(config: Config, saved: Sequence[Checkpoint], allowed: Sequence[str]) -> list[str]:
+    """A resume with settings that change the numbers is refused by name; returns the changes that are allowed."""
     if not saved:
-        return
+        return []
     before, now = saved[-1].manifest["numbers"], config.numbers()
-    changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k) and k not in allowed]
+    different = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
+    changed = [k for k in different if k not in allowed]
     if changed:
         raise UsageError(
             "; ".join(f"{k} was {before.get(k)!r} and is {now.get(k)!r}" for k in changed[:5]),
@@ -133,6 +138,7 @@ def _refuse_changed(config: Config, saved: Sequence[Checkpoint], allowed: Sequen
             why="the run that lies there was started with other settings",
             remedy=f"Start over with --fresh, choose another output=, or go on with --allow-changed {changed[0]}",
         )
+    return different
 
 
 # ------------------------------------------------------------------------------------------------------- prepare
@@ -332,17 +338,19 @@ def _resume(run: Run, saved: Sequence[Checkpoint]) -> int:
         for name in ("metrics.jsonl", "eval.jsonl"):
             if run.log.main:
                 cut_back(run.folder / name, 0)
+        barrier()
         return 1
     newest = saved[-1]
     load_checkpoint(newest, run.wrapped.model, run.trainer.optimizer)
     if run.log.main:
         cut_back(run.folder / "metrics.jsonl", newest.step)
         cut_back(run.folder / "eval.jsonl", newest.step)
+    barrier()
     run.log.say(f"resumed from {newest.folder.name}: {len(newest.manifest['tensors'])} tensors restored")
     return newest.step + 1
 
 
-def _steps(run: Run, first: int, request: StopRequest) -> int:
+def _steps(run: Run, first: int, request: StopRequest, watch: BestWatch) -> int:
     """Take the steps; returns the last one taken.
 
     Raises:
@@ -353,7 +361,8 @@ def _steps(run: Run, first: int, request: StopRequest) -> int:
     _, count_units = make_loss(config.loss)
     eval_every = config.train.eval_every.in_steps(per_epoch) if config.train.eval_every else 0
     save_every = config.train.save_every.in_steps(per_epoch) if config.train.save_every else 0
-    watch = BestWatch(config, run.folder)
+    if watch.exhausted:
+        return first - 1
     loader = iterate_steps(run.plan, first, total, workers=config.data.workers, count_units=count_units)
     step = first - 1
     for step, batches, waited in loader:
@@ -408,12 +417,7 @@ def evaluate_now(run: Run, step: int) -> dict[str, dict[str, float]]:
     """Measure every set, log the figures; returns set name -> metrics."""
     figures = {}
     run.log.hide()
-    how = Measure(
-        metrics=run.config.eval.metrics,
-        slices=run.config.eval.slices,
-        max_new_tokens=run.config.eval.max_new_tokens,
-        micro_batch_tokens=run.plan.micro_batch_tokens,
-    )
+    how = how_to_measure(run.config, run.ranks.device)
     for data in run.eval_sets:
         progress = count_progress(f"measuring {data.name}", enabled=run.ranks.is_main)
         measured = measure_set(run.wrapped, data, run.ranks, how, progress)
@@ -424,6 +428,21 @@ def evaluate_now(run: Run, step: int) -> dict[str, dict[str, float]]:
     return figures
 
 
+def how_to_measure(config: Config, device: torch.device) -> Measure:
+    """The same in a run and in `litchi evaluate`; what decides the best checkpoint is always measured."""
+    names, best = config.eval.metrics, config.train.best
+    if best not in (None, "loss"):
+        usual = METRICS[config.task] if config.task == "chat" else DEFAULT_METRICS
+        names = tuple(dict.fromkeys([*(names or usual), best]))
+    return Measure(
+        metrics=names,
+        slices=config.eval.slices,
+        max_new_tokens=config.eval.max_new_tokens,
+        micro_batch_tokens=resolve_micro_batch_tokens(config, device.type),
+        count_units=make_loss(config.loss)[1],
+    )
+
+
 class BestWatch:
     """The best value of `train.best` over the evaluations so far (of the first set that has it)."""
 
@@ -432,8 +451,10 @@ class BestWatch:
         self.best: float | None = None
         self.best_step: int | None = None
         self.since = 0
-        for record in read_lines(folder / "eval.jsonl"):  # what an interrupted run had already seen
-            self.see(record["step"], {record["name"]: record["metrics"]})
+        self.seen: int | None = None  # the step that was measured last
+        lines = read_lines(folder / "eval.jsonl")  # what an interrupted run had already seen
+        for step, records in groupby(lines, key=lambda record: record["step"]):
+            self.see(step, {r["name"]: r["metrics"] for r in records})
 
     @property
     def exhausted(self) -> bool:
@@ -441,6 +462,7 @@ class BestWatch:
 
     def see(self, step: int, figures: dict[str, dict[str, float]]) -> bool:
         """Take in an evaluation; returns whether it is the best so far."""
+        self.seen = step
         values = [m[self.metric] for m in figures.values() if self.metric in m]
         if not values:
             return False
@@ -465,12 +487,11 @@ def _save(run: Run, step: int, best_step: int | None) -> bool:
 # -------------------------------------------------------------------------------------------------------- finish
 
 
-def _finish(run: Run, last: int) -> None:
+def _finish(run: Run, last: int, watch: BestWatch) -> None:
     """Save, measure, and export the best or the last state."""
-    watch = BestWatch(run.config, run.folder)
     if not any(c.step == last for c in list_checkpoints(run.folder)):
         _save(run, last, watch.best_step)
-    if run.eval_sets and not any(r["step"] == last for r in read_lines(run.folder / "eval.jsonl")):
+    if run.eval_sets and watch.seen != last:
         watch.see(last, evaluate_now(run, last))
     barrier()
     exported = last
@@ -482,11 +503,8 @@ def _finish(run: Run, last: int) -> None:
     if run.config.train.export == "end":
         facts = {k: v for k, v in run.facts.items() if k != "numbers"} | {"step": exported}
         out = run.folder / "export"
-        export_model(run.wrapped.owner, run.loaded.folder, out, run.ranks, facts)
-        adapter = run.folder / "adapter"
-        if export_adapter(run.wrapped.owner, adapter, run.ranks, run.config.trainable.lora, run.config.model.path):
-            run.log.say(f"adapter: {adapter}")
-        run.log.say(f"export of step {exported}: {out}")
+        adapter = export_model(run.wrapped.owner, run.loaded.folder, out, run.ranks, facts)
+        run.log.say(f"export of step {exported}: {out}" + (f", its adapter in {out / 'adapter'}" if adapter else ""))
     if run.ranks.is_main:
         append_line(run.folder / "done.json", {"step": last, "exported": exported})
     barrier()

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from litchi.batch.sources import index_sources, refuse_bad
-from litchi.config import Config, resolve_micro_batch_tokens
+from litchi.config import Config
 from litchi.data.jsonl import read_offsets
 from litchi.data.processor import load_processor
 from litchi.dist import Ranks, barrier, gather_objects
 from litchi.errors import UsageError
 from litchi.evaluate.ranking import paired_difference
-from litchi.evaluate.run import EvalSet, Measure, Measured, generate_set, measure_set, score_set
+from litchi.evaluate.run import EvalSet, Measured, generate_set, measure_set, score_set
 from litchi.model.build import resolve_model
-from litchi.train.export import export_model
-from litchi.train.loop import check_ids
+from litchi.train.export import export_model, identify_base
+from litchi.train.loop import check_ids, how_to_measure
 from litchi.train.progress import count_progress
-from litchi.train.target import Target, find_target, open_target, target_config
+from litchi.train.target import Target, find_target, open_target, target_config, write_words
 
 
 def guess_task(data: str) -> str:
@@ -32,9 +33,9 @@ def guess_task(data: str) -> str:
     return "chat" if isinstance(first, dict) and "messages" in first else "rerank"
 
 
-def open_set(target: Target, config: Config, data: str, ranks: Ranks, *, require_labels: bool) -> EvalSet:
+def open_set(config: Config, data: str, ranks: Ranks, *, require_labels: bool) -> EvalSet:
     """Scan the rows to measure on; bad rows stop it or are left out and counted, as the settings say."""
-    processor = load_processor(resolve_model(target.base, first=ranks.local_rank == 0, wait=barrier))
+    processor = load_processor(resolve_model(config.model.path, first=ranks.local_rank == 0, wait=barrier))
     corpus = index_sources(
         config,
         config.data.eval,
@@ -48,35 +49,23 @@ def open_set(target: Target, config: Config, data: str, ranks: Ranks, *, require
     left_out = refuse_bad(corpus.sources, config)
     check_ids(corpus)
     if left_out and ranks.is_main:
-        import sys
-
         print(f"{len({f.line for f in left_out})} rows of {data} are left out or changed", file=sys.stderr)
     return EvalSet(corpus.sources[0], corpus.renderers[0], config.eval.max_rows)
 
 
-def _prepare(name: str, data: str, overrides: Sequence[str], task: str | None = None):
+def _prepare(name: str, data: str, overrides: Sequence[str], task: str | None = None) -> tuple[Target, Config]:
     target = find_target(name)
-    words = [f"data.eval={json.dumps(data)}", *overrides]
+    words = [*write_words({"data.eval": data}, ()), *overrides]
     return target, target_config(target, words, task=task or guess_task(data))
-
-
-def _how(config: Config, ranks: Ranks, **more: Any) -> Measure:
-    return Measure(
-        metrics=config.eval.metrics,
-        slices=config.eval.slices,
-        max_new_tokens=config.eval.max_new_tokens,
-        micro_batch_tokens=resolve_micro_batch_tokens(config, ranks.device.type),
-        **more,
-    )
 
 
 def measure_one(name: str, data: str, overrides: Sequence[str], ranks: Ranks) -> Measured:
     """Figures of one target on one file."""
     target, config = _prepare(name, data, overrides)
-    rows = open_set(target, config, data, ranks, require_labels=True)
+    rows = open_set(config, data, ranks, require_labels=True)
     wrapped = open_target(target, config, ranks)
     progress = count_progress(f"measuring {name}", enabled=ranks.is_main)
-    return measure_set(wrapped, rows, ranks, _how(config, ranks), progress)
+    return measure_set(wrapped, rows, ranks, how_to_measure(config, ranks.device), progress)
 
 
 def measure_target(
@@ -98,24 +87,24 @@ def measure_target(
 
 def _same_prompt(name: str, overrides: Sequence[str]) -> list[str]:
     """The base is asked with the tuned model's template and pixel limits, so that only the weights differ."""
-    given = {text.split("=", 1)[0] for text in overrides}
-    return [f"{k}={json.dumps(v)}" for k, v in find_target(name).facts if k not in given] + list(overrides)
+    return [*write_words(find_target(name).facts, overrides), *overrides]
 
 
 def write_lines(name: str, data: str, overrides: Sequence[str], out: Path, ranks: Ranks, *, task: str) -> int:
     """Write what `score` or `generate` gives, a line per document or row; returns how many."""
     if out.exists():
         raise UsageError(f"--out {out} exists", why="nothing is overwritten", remedy="Remove it or name another file")
+    if not out.parent.is_dir():
+        raise UsageError(f"--out {out} cannot be written", why=f"there is no folder {out.parent}", remedy="Make it")
     target, config = _prepare(name, data, overrides, task)
-    rows = open_set(target, config, data, ranks, require_labels=False)
+    rows = open_set(config, data, ranks, require_labels=False)
     wrapped = open_target(target, config, ranks)
     progress = count_progress(f"reading with {name}", enabled=ranks.is_main)
-    how = _how(config, ranks)
+    how = how_to_measure(config, ranks.device)
     if task == "rerank":
-        groups = score_set(wrapped, rows, ranks, how, progress)
         lines = [
             {"query_id": rows.index.rows[row].id, "doc_id": doc, "score": value}
-            for row, docs, values in groups
+            for row, docs, values in score_set(wrapped, rows, ranks, how, progress).groups
             for doc, value in zip(docs, values, strict=True)
         ]
     else:
@@ -134,17 +123,18 @@ def export_target(name: str, out: Path, overrides: Sequence[str], ranks: Ranks) 
     target = find_target(name)
     config = target_config(target, overrides, task="rerank")
     wrapped = open_target(target, config, ranks)
-    base = resolve_model(target.base)
+    spec = wrapped.owner.spec
+    known = target.manifest or {"task": None, "template": None, "step": None}  # of others' adapters we know no task
     facts = {
-        "task": config.task,
-        "base": target.base,
-        "template": config.data.template if config.task == "rerank" else "chat",
+        "task": known["task"],
+        "base": known.get("base", identify_base(config.model.path)),
+        "template": known["template"],
         "instruction": config.data.instruction,
-        "pixels": {"min": wrapped.owner.spec.min_pixels, "max": wrapped.owner.spec.max_pixels},
-        "settings": config.model_dump(mode="json"),
-        "step": target.checkpoint.step if target.checkpoint else None,
+        "pixels": {"min": spec.min_pixels, "max": spec.max_pixels},
+        "settings": known.get("settings", config.model_dump(mode="json")),
+        "step": known["step"],
     }
-    export_model(wrapped.owner, base, out, ranks, facts)
+    export_model(wrapped.owner, resolve_model(config.model.path), out, ranks, facts)
 
 
 def format_report(report: dict[str, Any]) -> str:

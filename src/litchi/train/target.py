@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,11 @@ from litchi.dist import Ranks, barrier
 from litchi.errors import UsageError
 from litchi.model.adapters import adapter_base, load_adapter
 from litchi.model.build import load_model, resolve_model
+from litchi.model.family import PARTS
 from litchi.parallel.apply import Wrapped
 from litchi.train.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, read_checkpoint
 from litchi.train.export import MANIFEST
 from litchi.train.loop import build_wrapped, choose_dtype, choose_precision
-
-KEPT = ("task", "data.template", "data.instruction", "data.pixels.min", "data.pixels.max", "data.window")
 
 
 @dataclass(frozen=True)
@@ -33,16 +32,33 @@ class Target:
         base: model.path of the weights it starts from.
         adapter: adapter folder on top, or None.
         checkpoint: trainable tensors on top, or None.
-        facts: settings that travel with it, by dotted key.
-        settings: all settings of the run, where it is one.
+        manifest: what Litchi wrote beside the weights, or None where they are not Litchi's.
     """
 
     name: str
     base: str
     adapter: Path | None = None
     checkpoint: Checkpoint | None = None
-    facts: tuple[tuple[str, Any], ...] = ()
-    settings: dict[str, Any] | None = None
+    manifest: dict[str, Any] | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Settings that travel with it, by dotted key: what a score depends on besides the weights."""
+        if self.manifest is None or self.manifest["task"] is None:
+            return {}
+        settings = self.manifest["settings"]
+        facts = {
+            "task": self.manifest["task"],
+            "loss": settings["loss"],
+            "data.instruction": self.manifest["instruction"],
+            "data.pixels.min": self.manifest["pixels"]["min"],
+            "data.pixels.max": self.manifest["pixels"]["max"],
+            "data.window": settings["data"]["window"],
+            "train.precision": settings["train"]["precision"],
+        }
+        if self.manifest["task"] == "rerank":
+            facts["data.template"] = self.manifest["template"]
+        return {key: value for key, value in facts.items() if value is not None}
 
 
 def find_target(name: str) -> Target:
@@ -50,26 +66,22 @@ def find_target(name: str) -> Target:
     folder = Path(name)
     if not folder.is_dir():
         return Target(name, name)
-    if (folder / "checkpoints").is_dir():
+    if (folder / "checkpoints").is_dir() or (folder / "export" / MANIFEST).is_file():
         return _run_target(name, folder)
     checkpoint = read_checkpoint(folder)
     if checkpoint is not None and "tensors" in checkpoint.manifest:
         return _checkpoint_target(name, checkpoint)
-    if (folder / MANIFEST).is_file():
-        return Target(name, name, facts=_facts(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))))
     base = adapter_base(folder)
     if base is not None:
-        beside = folder.parent / "config.yaml"  # an adapter of ours lies in its run's folder
-        facts = _settings_facts(load_config(beside)) if beside.is_file() else ()
-        return Target(name, base, adapter=folder, facts=facts)
-    return Target(name, name)
+        return Target(name, base, adapter=folder, manifest=_read_manifest(folder))
+    return Target(name, name, manifest=_read_manifest(folder))
 
 
 def _run_target(name: str, folder: Path) -> Target:
     """The export of a finished run, else its newest checkpoint."""
     export = folder / "export"
     if (export / MANIFEST).is_file():
-        return Target(name, str(export), facts=_facts(json.loads((export / MANIFEST).read_text(encoding="utf-8"))))
+        return Target(name, str(export), manifest=_read_manifest(export))
     saved = list_checkpoints(folder)
     if not saved:
         raise UsageError(
@@ -79,26 +91,22 @@ def _run_target(name: str, folder: Path) -> Target:
 
 
 def _checkpoint_target(name: str, checkpoint: Checkpoint) -> Target:
-    manifest = checkpoint.manifest
-    return Target(name, manifest["base"], checkpoint=checkpoint, facts=_facts(manifest), settings=manifest["settings"])
+    return Target(name, checkpoint.manifest["base"], checkpoint=checkpoint, manifest=checkpoint.manifest)
 
 
-def _facts(manifest: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    template = manifest["template"]
-    facts = {
-        "task": manifest["task"],
-        "data.template": None if template == "chat" else template,
-        "data.instruction": manifest["instruction"],
-        "data.pixels.min": manifest["pixels"]["min"],
-        "data.pixels.max": manifest["pixels"]["max"],
-        "data.window": manifest["settings"]["data"]["window"],
-    }
-    return tuple((k, v) for k, v in facts.items() if v is not None)
+def _read_manifest(folder: Path) -> dict[str, Any] | None:
+    path = folder / MANIFEST
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def _settings_facts(config: Config) -> tuple[tuple[str, Any], ...]:
-    flat = config.flat()
-    return tuple((key, flat[key]) for key in KEPT if flat.get(key) is not None)
+def write_words(settings: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Settings as `key=value` words, those left out that the command line gives itself."""
+    given = [text.split("=", 1)[0] for text in overrides]
+    return [
+        f"{key}={json.dumps(value, ensure_ascii=False)}"
+        for key, value in settings.items()
+        if not any(g == key or g.startswith(f"{key}.") for g in given)
+    ]
 
 
 def target_config(target: Target, overrides: Sequence[str], *, task: str | None = None) -> Config:
@@ -107,25 +115,23 @@ def target_config(target: Target, overrides: Sequence[str], *, task: str | None 
     Args:
         task: what the data says the task is, where neither the target nor the command line says so.
     """
-    given = {text.split("=", 1)[0] for text in overrides}
-    words = [f"{k}={json.dumps(v)}" for k, v in target.facts if k not in given]
-    if task is not None and "task" not in given and not any(w.startswith("task=") for w in words):
-        words.append(f"task={task}")
-    if target.settings is not None:
-        words += _part_words(target.settings)
-    return load_config(None, [f"model.path={target.base}", *words, *overrides], need=("model.path",))
+    settings = {"model.path": target.base, "task": task, **target.facts}
+    if target.checkpoint is not None:
+        settings |= _model_settings(target.checkpoint.manifest["settings"])
+    return load_config(None, [*write_words(settings, overrides), *overrides], need=("model.path",))
 
 
-def _part_words(settings: dict[str, Any]) -> list[str]:
-    """What trained in a checkpoint's run: its tensors only fit a model with the same parts and LoRA layers."""
+def _model_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What made the model of a checkpoint's run: its tensors only fit one with the same parts and LoRA layers."""
     trainable = settings["trainable"]
-    words = [f"trainable.{name}={trainable[name]['mode']}" for name in ("vision", "merger", "language", "head")]
-    return words + [f"trainable.lora={json.dumps(trainable['lora'])}"]
+    parts = {f"trainable.{name}": trainable[name]["mode"] for name in PARTS}
+    made = {f"model.{name}": settings["model"][name] for name in ("adapter", "dtype")}
+    return {**parts, "trainable.lora": trainable["lora"], **{k: v for k, v in made.items() if v is not None}}
 
 
 def open_target(target: Target, config: Config, ranks: Ranks) -> Wrapped:
     """Load the model of a target, ready to be measured."""
-    folder = resolve_model(target.base, first=ranks.local_rank == 0, wait=barrier)
+    folder = resolve_model(config.model.path, first=ranks.local_rank == 0, wait=barrier)
     loaded = load_model(folder, dtype=choose_dtype(config, ranks.device))
     processor = make_renderer(config, load_processor(folder), ".").processor
     if target.adapter is not None:
@@ -134,6 +140,5 @@ def open_target(target: Target, config: Config, ranks: Ranks) -> Wrapped:
     wrapped = build_wrapped(config, loaded, processor, ranks, precision, training=target.checkpoint is not None)
     if target.checkpoint is not None:
         load_checkpoint(target.checkpoint, wrapped.model, None)
-    wrapped.owner.requires_grad_(False)
     wrapped.model.eval()
     return wrapped

@@ -1,0 +1,215 @@
+"""A step's gradient is that of (sum of token losses / supervised tokens), however its rows are cut into micro-batches.
+
+The oracle is transformers' own model and torch's cross entropy, row by row.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rendering import pack, render, renderer_for, sample
+
+from litchi.dist import start_ranks, stop_ranks
+from litchi.errors import UserError
+from litchi.model.build import builtin_folder, load_model
+from litchi.model.forward import LitchiModel
+from litchi.parallel.apply import Wrapped
+from litchi.parallel.mesh import Layout
+from litchi.train.step import Trainer, gradient_norm, train_step
+
+WORDS = (1, 40, 7, 2, 25, 3, 11)  # of each row's answer
+SPLITS = {"one": [7], "seven": [1] * 7, "4 + 3": [4, 3], "2 + 5": [2, 5], "2 + 2 + 2 + 1": [2, 2, 2, 1]}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    yield start_ranks()
+    stop_ranks()
+
+
+@pytest.fixture(scope="module")
+def renderer(processor):
+    return renderer_for("chat", processor)
+
+
+@pytest.fixture(scope="module")
+def examples(renderer):
+    answers = [" ".join(["red", "apple", "two"][(n + i) % 3] for i in range(n)) for n in WORDS]
+    turns = [
+        [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": a}]
+        for n, a in zip(WORDS, answers, strict=True)
+    ]
+    return [render(renderer, sample(renderer, {"id": f"row {i}", "messages": t}, i)) for i, t in enumerate(turns)]
+
+
+@pytest.fixture(scope="module")
+def expected(examples, hf_model):
+    """rows -> (mean loss, gradient by name), by transformers."""
+
+    def compute(rows):
+        hf_model.zero_grad()
+        total = count = 0
+        for example in (examples[i] for i in rows):
+            ids, labels = (torch.tensor(a.tolist()) for a in (example.ids, example.labels))
+            logits = hf_model(input_ids=ids[None]).logits[0]
+            total = total + F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum")
+            count += int((labels[1:] != -100).sum())
+        (total / count).backward()
+        return float(total) / count, {n: p.grad.clone() for n, p in hf_model.named_parameters() if p.grad is not None}
+
+    yield compute
+    hf_model.zero_grad()
+
+
+@pytest.fixture
+def make(ranks):
+    """A trainer on a fresh model; SGD with rate 1, so that an update is the gradient."""
+
+    def build(clip=None, on_nonfinite="skip", kind=torch.optim.SGD):
+        loaded = load_model(builtin_folder(), dtype=torch.float32)
+        loaded.hf.requires_grad_(True)
+        owner = LitchiModel(loaded.hf, loaded.family, loaded.processor.vision)
+        optimizer = kind(owner.parameters(), lr=1.0)
+        for group in optimizer.param_groups:
+            group["full_lr"] = 1.0
+        return Trainer(Wrapped(owner, owner, Layout(1, 1), 1, "fp32"), optimizer, ranks, clip, on_nonfinite)
+
+    return build
+
+
+def split(renderer, examples, sizes):
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [pack(renderer, examples[a : a + n]) for a, n in zip(starts, sizes, strict=True)]
+
+
+def weights(trainer):
+    return {n.removeprefix("hf."): p.detach().clone() for n, p in trainer.wrapped.owner.named_parameters()}
+
+
+def take(trainer, batches, step=1):
+    """(result, by how much each weight fell)."""
+    before = weights(trainer)
+    result = train_step(trainer, step, batches, 1.0)
+    return result, {n: before[n] - w for n, w in weights(trainer).items()}
+
+
+def assert_is(fell, gradient, tolerance=1e-5):
+    assert gradient and max(float(g.abs().max()) for g in gradient.values()) > 0.01
+    for name, moved in fell.items():
+        wanted = gradient.get(name, torch.zeros_like(moved))
+        assert (moved - wanted).norm() <= tolerance * max(wanted.norm(), 0.01), name
+
+
+@pytest.mark.parametrize("sizes", SPLITS.values(), ids=SPLITS)
+def test_the_gradient_is_that_of_the_token_mean(make, renderer, examples, expected, sizes):
+    loss, gradient = expected(range(7))
+    result, fell = take(make(), split(renderer, examples, sizes))
+    assert_is(fell, gradient)
+    assert result.loss == pytest.approx(loss, rel=1e-6)  # so it does not grow with accumulation
+    assert result.units == sum(int((e.labels[1:] != -100).sum()) for e in examples) > sum(WORDS)
+    norm = torch.stack([g.double().norm() for g in gradient.values()]).norm()
+    assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)
+    rowwise = sum(expected([i])[0] for i in range(7)) / 7
+    assert abs(rowwise - loss) > 0.01  # a mean of the rows' means would be another number here
+
+
+def test_a_short_last_window_is_divided_by_its_own_tokens(make, renderer, examples, expected):
+    for rows in (range(0, 4), range(4, 7)):
+        loss, gradient = expected(rows)
+        result, fell = take(make(), [pack(renderer, [examples[i]]) for i in rows])
+        assert_is(fell, gradient)
+        assert result.loss == pytest.approx(loss, rel=1e-6)
+
+
+def test_an_empty_micro_batch_changes_nothing(make, renderer, examples):
+    plain, fell = take(make(), split(renderer, examples, [7]))
+    beside, also = take(make(), [*split(renderer, examples, [7]), pack(renderer, [])])
+    assert (beside.loss, beside.units, beside.tokens) == (plain.loss, plain.units, plain.tokens)
+    assert all(torch.equal(fell[n], also[n]) for n in fell) and plain.grad_norm > 0.1
+
+
+@pytest.mark.parametrize("sizes", SPLITS.values(), ids=SPLITS)
+def test_the_norm_is_clipped_once(make, renderer, examples, expected, sizes):
+    _, gradient = expected(range(7))
+    result, fell = take(make(clip=0.25), split(renderer, examples, sizes))
+    norm = float(torch.stack([g.double().norm() for g in gradient.values()]).norm())
+    assert result.grad_norm == pytest.approx(norm, rel=1e-5) and norm > 0.5  # the norm before the cut is reported
+    assert_is(fell, {n: g * (0.25 / norm) for n, g in gradient.items()}, tolerance=1e-4)
+
+
+def test_a_norm_below_the_clip_is_left_alone(make, renderer, examples):
+    _, free = take(make(), split(renderer, examples, [7]))
+    _, loose = take(make(clip=1e4), split(renderer, examples, [7]))
+    assert all(torch.equal(free[n], loose[n]) for n in free)
+
+
+def poison(trainer):
+    """Make the model's output not finite: one infinite weight in the last norm."""
+    with torch.no_grad():
+        trainer.wrapped.owner.hf.model.language_model.norm.weight[0] = float("inf")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_step_that_is_not_finite_is_left_out(make, renderer, examples, kind):
+    trainer = make(kind=kind)
+    poison(trainer)
+    result, fell = take(trainer, split(renderer, examples, [4, 3]), step=5)
+    assert result.skipped and result.step == 5 and not math.isfinite(result.loss)
+    before = weights(trainer)
+    assert all(torch.equal(moved.nan_to_num(), torch.zeros_like(moved)) for moved in fell.values())
+    assert not trainer.optimizer.state  # neither momentum nor a count of steps
+    assert all(p.grad is None for p in trainer.wrapped.owner.parameters())
+    with torch.no_grad():
+        trainer.wrapped.owner.hf.model.language_model.norm.weight[0] = 1.0
+    after, moved = take(trainer, split(renderer, examples, [4, 3]), step=6)
+    assert not after.skipped and any(m.any() for m in moved.values()) and before
+
+
+def test_on_nonfinite_stop_names_the_samples(make, renderer, examples):
+    """Those of the micro-batch whose loss it is: here only one has the word with an infinite embedding."""
+    trainer = make(on_nonfinite="stop")
+    odd = render(renderer, sample(renderer, {"id": "odd one", "messages": [
+        {"role": "user", "content": "zebra"}, {"role": "assistant", "content": "yes"}]}, 9))  # fmt: skip
+    word = next(iter(set(odd.ids.tolist()) - {i for e in examples for i in e.ids.tolist()}))
+    with torch.no_grad():
+        trainer.wrapped.owner.hf.model.language_model.embed_tokens.weight[word] = float("nan")
+        head = trainer.wrapped.owner.hf.lm_head
+        head.weight = torch.nn.Parameter(head.weight.detach().nan_to_num())  # untied, so that others stay finite
+    batches = [*split(renderer, examples, [4, 3]), pack(renderer, [odd])]
+    with pytest.raises(UserError, match="step 3 is not finite") as caught:
+        take(trainer, batches, step=3)
+    assert "odd one" in caught.value.line() and "row 1" not in caught.value.line()
+
+
+def test_a_tensor_without_a_gradient_is_an_error_that_names_it(make, renderer, examples):
+    trainer = make()
+    layer = trainer.wrapped.owner.hf.model.language_model.layers[1].mlp
+    layer.down_proj.register_forward_hook(lambda module, given, out: out.detach())  # as a broken kernel would
+    with pytest.raises(UserError, match="got no gradient") as caught:
+        take(trainer, split(renderer, examples, [7]))
+    assert "layers.1.mlp." in caught.value.line()
+
+
+def test_gradient_norm_is_torchs_in_double_precision():
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.zeros(n, 3)) for n in (1, 50, 2000)]
+    for p in parameters:
+        p.grad = torch.randn_like(p) * 1e-3
+    parameters[1].grad *= 1e6
+    parameters.append(torch.nn.Parameter(torch.zeros(2)))  # without a gradient
+    whole = torch.cat([p.grad.double().flatten() for p in parameters[:3]])
+    assert gradient_norm(parameters) == pytest.approx(float(torch.linalg.vector_norm(whole)), rel=1e-14)
+
+
+def test_lines_of_the_log_carry_the_same_loss(make, renderer, examples, tmp_path):
+    from litchi.train.metrics import RunLog
+
+    result, _ = take(make(), split(renderer, examples, [4, 3]))
+    log = RunLog(tmp_path, main=True, tensorboard=False, total=1, every=1, out=(tmp_path / "out.txt").open("w"))
+    log.step(result, {"epoch": 0, "tokens_per_s": 1.0, "step_s": 1.0, "data_wait_s": 0.0})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] == result.loss
+    assert f"loss {result.loss:.4f}" in (tmp_path / "out.txt").read_text()
