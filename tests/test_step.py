@@ -59,7 +59,7 @@ def expected(examples, hf_model):
             total = total + F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum")
             count += int((labels[1:] != -100).sum())
         (total / count).backward()
-        return float(total) / count, {n: p.grad.clone() for n, p in hf_model.named_parameters() if p.grad is not None}
+        return float(total.detach()) / count, {n: p.grad.clone() for n, p in hf_model.named_parameters() if p.grad is not None}
 
     yield compute
     hf_model.zero_grad()
@@ -157,16 +157,16 @@ def poison(trainer):
 def test_a_step_that_is_not_finite_is_left_out(make, renderer, examples, kind):
     trainer = make(kind=kind)
     poison(trainer)
-    result, fell = take(trainer, split(renderer, examples, [4, 3]), step=5)
-    assert result.skipped and result.step == 5 and not math.isfinite(result.loss)
     before = weights(trainer)
-    assert all(torch.equal(moved.nan_to_num(), torch.zeros_like(moved)) for moved in fell.values())
+    result, _ = take(trainer, split(renderer, examples, [4, 3]), step=5)
+    assert result.skipped and result.step == 5 and not math.isfinite(result.loss)
+    assert all(torch.equal(before[n], w) for n, w in weights(trainer).items())
     assert not trainer.optimizer.state  # neither momentum nor a count of steps
     assert all(p.grad is None for p in trainer.wrapped.owner.parameters())
     with torch.no_grad():
         trainer.wrapped.owner.hf.model.language_model.norm.weight[0] = 1.0
-    after, moved = take(trainer, split(renderer, examples, [4, 3]), step=6)
-    assert not after.skipped and any(m.any() for m in moved.values()) and before
+    after, fell = take(trainer, split(renderer, examples, [4, 3]), step=6)
+    assert not after.skipped and all(moved.any() for n, moved in fell.items() if "language_model.layers" in n)
 
 
 def test_on_nonfinite_stop_names_the_samples(make, renderer, examples):
