@@ -6,6 +6,7 @@ sessions of their own, with files for what they print. Nothing of the test's pro
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -72,10 +73,8 @@ class Running:
         return Ended(self.process.exitcode, out, err, seconds)
 
     def kill(self) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.join()
 
 

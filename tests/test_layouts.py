@@ -1,8 +1,9 @@
-"""Every layout gives the numbers of one process: DDP and FSDP2 on real gloo ranks, all of them in one pair of processes."""
+"""Every layout gives the numbers of one process: DDP and FSDP2 on real gloo ranks, all in one pair of processes."""
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -129,7 +130,7 @@ def test_steps_without_a_picture_leave_vision_as_it_is(ran, layout):
     ranks = ran["adamw", layout]
     shown = [sum(step) for step in zip(*(rank["pictures"] for rank in ranks), strict=True)]
     states = ranks[0]["vision"]
-    moved = [a != b for a, b in zip(states, states[1:], strict=False)]
+    moved = [a != b for a, b in pairwise(states)]
     assert moved == [n > 0 for n in shown] and moved[:2] == [True, False]
     assert ran["text only", layout][0]["travel"]["vision"] == 0 < ran["text only", layout][0]["travel"]["language"]
 

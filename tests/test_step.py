@@ -59,7 +59,8 @@ def expected(examples, hf_model):
             total = total + F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum")
             count += int((labels[1:] != -100).sum())
         (total / count).backward()
-        return float(total.detach()) / count, {n: p.grad.clone() for n, p in hf_model.named_parameters() if p.grad is not None}
+        gradient = {n: p.grad.clone() for n, p in hf_model.named_parameters() if p.grad is not None}
+        return float(total.detach()) / count, gradient
 
     yield compute
     hf_model.zero_grad()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,12 @@ class Processor:
 
     def encode(self, text: str) -> list[int]:
         """Encode text in which nothing is a control token."""
-        return self._plain.encode(text, add_special_tokens=False).ids
+        return list(self._encode_run(text))
+
+    @cached_property
+    def _encode_run(self) -> Callable[[str], tuple[int, ...]]:
+        """The documents of a group share most of their prompt, so a run of text is encoded once."""
+        return lru_cache(maxsize=65_536)(lambda text: tuple(self._plain.encode(text, add_special_tokens=False).ids))
 
     def split_controls(self, literal: str) -> list[str]:
         """Cut template text at its control tokens: ["", "<|im_start|>", "user\\n", ...], controls at odd places."""

@@ -169,4 +169,3 @@ def quiet_libraries() -> None:
     """Keep libraries from speaking where Litchi does. Called by the command line, before models are loaded."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0")

@@ -6,6 +6,8 @@ import os
 import signal
 from types import FrameType
 
+from litchi.errors import StoppedError
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -34,5 +36,6 @@ class StopRequest:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._restore()
-        if error is not None and self.signal is not None and not self.alone:
+        echo = error is not None and not isinstance(error, StoppedError) and not self.alone
+        if echo and self.signal is not None:
             os.kill(os.getpid(), signal.SIGKILL if self.signal is signal.SIGINT else self.signal)
