@@ -85,6 +85,8 @@ def _leave(status: int) -> NoReturn:
     """End the process; a rank does not wait for peers that may hang in a collective."""
     for child in multiprocessing.active_children():  # loader workers, which would hold the terminal for seconds
         child.kill()
+    if sys.stderr.isatty():
+        sys.stderr.write("\x1b[?25h")  # the cursor, which a live line that was cut off has hidden
     sys.stdout.flush()
     sys.stderr.flush()
     if "RANK" in os.environ:

@@ -21,9 +21,9 @@ def count_progress(text: str, *, enabled: bool = True) -> Callable[[int, int], N
         TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console, transient=True
     )
     task = bar.add_task(text, total=None)
-    bar.start()
 
     def show(done: int, total: int) -> None:
+        bar.start()  # not before: where the answer is cached there is nothing to show
         bar.update(task, completed=done, total=total)
         if done >= total:
             bar.stop()
