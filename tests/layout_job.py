@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from litchi.batch.loader import iterate_steps
 from litchi.config import load_config
 from litchi.dist import Ranks
-from litchi.train.loop import prepare_run
 from litchi.train.losses import make_loss
 from litchi.train.optim import rate_at
+from litchi.train.setup import prepare_run
 from litchi.train.step import train_step
 
 SETTINGS = (  # SGD: AdamW would turn rounding noise in gradients near zero into differences between layouts

@@ -15,7 +15,8 @@ from litchi.dist import start_ranks, stop_ranks
 from litchi.errors import UserError
 from litchi.train import loop
 from litchi.train.checkpoint import list_checkpoints, load_checkpoint, read_checkpoint, rotate_checkpoints
-from litchi.train.loop import BestWatch, prepare_run
+from litchi.train.setup import prepare_run
+from litchi.train.watch import BestWatch
 
 
 class Cut(Exception):

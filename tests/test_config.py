@@ -371,6 +371,8 @@ REFUSED = {  # a use of every key of LATER, and what may be used instead
     "parallel.pp": ("4", "leave it at 1"),
     "parallel.pp_schedule": ("gpipe", "leave it at 1f1b"),
     "parallel.vision_ranks": ("1", "leave it at 0"),
+    "model.attention": ("flash", "leave it at auto"),
+    "train.hang_s": ("60.0", "leave it at 600.0"),
     "model.quantize": ("nf4", "leave it at none"),
     "train.features": ("cache", "leave it at off"),
     "train.offload": ("optimizer", "leave it at none"),

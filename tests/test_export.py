@@ -20,7 +20,7 @@ from litchi.model.build import builtin_folder, load_model
 from litchi.model.family import PARTS
 from litchi.train.checkpoint import list_checkpoints
 from litchi.train.export import export_model, merged_tensors
-from litchi.train.loop import build_wrapped
+from litchi.train.setup import build_wrapped
 from litchi.train.target import find_target
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}

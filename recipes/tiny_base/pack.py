@@ -1,6 +1,6 @@
 """An export -> the packaged base: weights stored in bfloat16, which halves the download.
 
-    python recipes/tiny_base/pack.py --export DIR/chat/export --out src/litchi/builtin/tiny
+python recipes/tiny_base/pack.py --export DIR/chat/export --out src/litchi/builtin/tiny
 """
 
 from __future__ import annotations

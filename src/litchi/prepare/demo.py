@@ -192,7 +192,7 @@ def claim_folder(places: Places) -> None:
     """Make the folder. A second demo starts over: the first is moved aside; other people's folders are refused."""
     out = places.out
     if places.settings.is_file():
-        from litchi.train.loop import set_aside
+        from litchi.train.setup import set_aside
 
         set_aside(out)
     elif out.exists() and not (out.is_dir() and not any(out.iterdir())):

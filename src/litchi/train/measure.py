@@ -18,9 +18,10 @@ from litchi.evaluate.ranking import paired_difference
 from litchi.evaluate.run import EvalSet, Measured, generate_set, measure_set, score_set
 from litchi.model.build import resolve_model
 from litchi.train.export import export_model, identify_base
-from litchi.train.loop import check_ids, how_to_measure
 from litchi.train.progress import count_progress
+from litchi.train.setup import check_ids
 from litchi.train.target import Target, find_target, open_target, target_config, write_words
+from litchi.train.watch import how_to_measure
 
 
 def guess_task(data: str) -> str:

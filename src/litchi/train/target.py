@@ -20,7 +20,7 @@ from litchi.model.family import PARTS
 from litchi.parallel.apply import Wrapped
 from litchi.train.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, read_checkpoint
 from litchi.train.export import MANIFEST
-from litchi.train.loop import build_wrapped, choose_dtype, choose_precision
+from litchi.train.setup import build_wrapped, choose_dtype, choose_precision
 
 
 @dataclass(frozen=True)

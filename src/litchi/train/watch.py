@@ -1,0 +1,60 @@
+"""What is measured while a run goes, and which evaluation was the best."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+import torch
+
+from litchi.config import METRICS, Config, resolve_micro_batch_tokens
+from litchi.evaluate.ranking import DEFAULT_METRICS
+from litchi.evaluate.run import Measure
+from litchi.train.losses import make_loss
+from litchi.train.metrics import read_lines
+
+
+def how_to_measure(config: Config, device: torch.device) -> Measure:
+    """The same in a run and in `litchi evaluate`; what decides the best checkpoint is always measured."""
+    names, best = config.eval.metrics, config.train.best
+    if best not in (None, "loss"):
+        usual = METRICS[config.task] if config.task == "chat" else DEFAULT_METRICS
+        names = tuple(dict.fromkeys([*(names or usual), best]))
+    return Measure(
+        metrics=names,
+        slices=config.eval.slices,
+        max_new_tokens=config.eval.max_new_tokens,
+        micro_batch_tokens=resolve_micro_batch_tokens(config, device.type),
+        count_units=make_loss(config.loss)[1],
+    )
+
+
+class BestWatch:
+    """The best value of `train.best` over the evaluations so far (of the first set that has it)."""
+
+    def __init__(self, config: Config, folder: Path):
+        self.metric, self.patience = config.train.best, config.train.early_stop
+        self.best: float | None = None
+        self.best_step: int | None = None
+        self.since = 0
+        self.seen: int | None = None  # the step that was measured last
+        lines = read_lines(folder / "eval.jsonl")  # what an interrupted run had already seen
+        for step, records in groupby(lines, key=lambda record: record["step"]):
+            self.see(step, {r["name"]: r["metrics"] for r in records})
+
+    @property
+    def exhausted(self) -> bool:
+        return self.patience is not None and self.since >= self.patience
+
+    def see(self, step: int, figures: dict[str, dict[str, float]]) -> bool:
+        """Take in an evaluation; returns whether it is the best so far."""
+        self.seen = step
+        values = [m[self.metric] for m in figures.values() if self.metric in m]
+        if not values:
+            return False
+        value = -values[0] if self.metric == "loss" else values[0]
+        if self.best is None or value > self.best:
+            self.best, self.best_step, self.since = value, step, 0
+            return True
+        self.since += 1
+        return False
