@@ -134,7 +134,7 @@ def root(
 def data_check(
     file: Annotated[str, typer.Argument(metavar="FILE")],
     overrides: Overrides = None,
-    task: Annotated[str | None, typer.Option("--task", help="rerank or chat.")] = None,
+    task: Annotated[str | None, typer.Option("--task", help="rerank or chat; default: by the first row.")] = None,
     write_clean: Annotated[
         str | None, typer.Option("--write-clean", metavar="OUT", help="Write the usable rows.")
     ] = None,
@@ -143,12 +143,13 @@ def data_check(
 ) -> None:
     """Parse every row, decode every picture, count every token."""
     from litchi.config import load_config
+    from litchi.data.jsonl import guess_task
     from litchi.data.processor import load_processor
     from litchi.model.build import BUILTIN, resolve_model
     from litchi.prepare import check
 
     words = list(overrides or [])
-    words += [f"task={task}"] if task else []
+    words += [] if any(w.startswith("task=") for w in words) else [f"task={task or guess_task(file)}"]
     words += [] if any(w.startswith("model.path=") for w in words) else [f"model.path={BUILTIN}"]
     config = load_config(None, [f"data.train={json.dumps(file)}", *words], need=("model.path", "data.train"))
     corpus = check.check_files(config, load_processor(resolve_model(config.model.path)))

@@ -9,6 +9,7 @@ nulls. Here a row is judged alone, so neither its neighbours nor its place in th
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -351,3 +352,12 @@ def _check_group(documents: tuple[Document, ...], row: Row) -> None:
         raise RowError("no_positive", f"none of {len(documents)} documents is positive (pos_doc, or a label above 0)")
     if row.strict and all(document.label > 0 for document in documents):
         raise RowError("no_negative", f"none of {len(documents)} documents is negative (neg_docs, or a label of 0)")
+
+
+def guess_task(path: str) -> Literal["chat", "rerank"]:
+    """chat or rerank, by the first row of a file."""
+    try:
+        first = json.loads(read_offsets(path).read(0))
+    except ValueError:
+        first = None
+    return "chat" if isinstance(first, dict) and "messages" in first else "rerank"

@@ -18,6 +18,7 @@ from litchi.config import Config
 from litchi.data.processor import Processor
 from litchi.errors import UsageError
 from litchi.train.progress import count_progress
+from litchi.types import Finding
 
 MEDIA_KEYS = {"image", "images", "video", "videos", "image_url"}  # what stands under these in a row is media
 
@@ -31,6 +32,7 @@ def check_report(corpus: Corpus) -> dict[str, Any]:
     """The JSON answer of the contract."""
     indexes = corpus.sources
     patch_pixels = corpus.renderers[0].processor.vision.patch ** 2
+    empty = [Finding(i.path, 0, "error", "no_usable_row", "no row can be used") for i in indexes if not i.rows]
     return {
         "rows": sum(len(i.lines) for i in indexes),
         "usable": sum(len(i.rows) for i in indexes),
@@ -38,8 +40,7 @@ def check_report(corpus: Corpus) -> dict[str, Any]:
         "pixels": sum(i.patches for i in indexes) * patch_pixels,
         "findings": [
             {"file": f.file, "line": f.line, "severity": f.severity, "code": f.code, "message": f.message}
-            for i in indexes
-            for f in i.findings
+            for f in [*(f for i in indexes for f in i.findings), *empty]
         ],
     }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from litchi.batch.sources import index_sources, refuse_bad
 from litchi.config import Config
-from litchi.data.jsonl import read_offsets
+from litchi.data.jsonl import guess_task
 from litchi.data.processor import load_processor
 from litchi.dist import Ranks, barrier, gather_objects
 from litchi.errors import UsageError
@@ -22,16 +22,6 @@ from litchi.train.progress import count_progress
 from litchi.train.setup import check_ids
 from litchi.train.target import Target, find_target, open_target, target_config, write_words
 from litchi.train.watch import how_to_measure
-
-
-def guess_task(data: str) -> str:
-    """chat or rerank, by the first row of a file."""
-    lines = read_offsets(data)
-    try:
-        first = json.loads(lines.read(0))
-    except ValueError:
-        first = None
-    return "chat" if isinstance(first, dict) and "messages" in first else "rerank"
 
 
 def open_set(config: Config, data: str, ranks: Ranks, *, require_labels: bool) -> EvalSet:
