@@ -109,3 +109,12 @@ def hf_processor(base_folder):
     found = transformers.AutoProcessor.from_pretrained(base_folder)
     found.image_processor.size = {"shortest_edge": PIXELS[0], "longest_edge": PIXELS[1]}
     return found
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """This process as the only rank, in a group of its own."""
+    from litchi.dist import start_ranks, stop_ranks
+
+    yield start_ranks()
+    stop_ranks()

@@ -11,7 +11,7 @@ import torch
 from runs import chat_rows, open_model, read_json, read_rows, rerank_rows, settings, train
 from safetensors.torch import load_file
 
-from litchi.dist import start_ranks, stop_ranks
+from litchi.dist import start_ranks
 from litchi.errors import UserError
 from litchi.train import loop
 from litchi.train.checkpoint import list_checkpoints, load_checkpoint, read_checkpoint, rotate_checkpoints
@@ -21,12 +21,6 @@ from litchi.train.watch import BestWatch
 
 class Cut(Exception):
     """The run ends here as if its machine had."""
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    yield start_ranks()
-    stop_ranks()
 
 
 @pytest.fixture(scope="module")

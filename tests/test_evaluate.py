@@ -10,7 +10,6 @@ from runs import chat_rows, read_json, read_rows, rerank_rows, train, write_rows
 from safetensors.torch import load_file, save_file
 
 from litchi.batch import loader
-from litchi.dist import start_ranks, stop_ranks
 from litchi.errors import UserError
 from litchi.evaluate.trec import measure_files
 from litchi.train.checkpoint import list_checkpoints
@@ -19,12 +18,6 @@ from litchi.train.measure import export_target, measure_one, measure_target, wri
 PIXELS = ("data.pixels.min=6272", "data.pixels.max=12544")
 CLOSE = {"abs": 1e-5}
 KINDS = ("run", "checkpoint", "export", "adapter", "exported again", "unfinished run")
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    yield start_ranks()
-    stop_ranks()
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from runs import chat_rows, logits_of, open_model, read_json, rerank_rows, setti
 from safetensors.torch import load_file, save_file
 
 from litchi.data.processor import load_processor
-from litchi.dist import start_ranks, stop_ranks
 from litchi.errors import UserError
 from litchi.model.build import builtin_folder, load_model
 from litchi.model.family import PARTS
@@ -26,12 +25,6 @@ from litchi.train.target import find_target
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 LORA = [f"trainable.{name}=lora" for name in PARTS]
 FACTS = {"base": "builtin:tiny", "task": "chat", "template": "chat", "instruction": None, "pixels": {}, "step": 1}
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    yield start_ranks()
-    stop_ranks()
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from rendering import pack, render, renderer_for, sample
 
-from litchi.dist import start_ranks, stop_ranks
 from litchi.errors import UserError
 from litchi.model.build import builtin_folder, load_model
 from litchi.model.forward import LitchiModel
@@ -23,12 +22,6 @@ from litchi.train.step import Trainer, gradient_norm, train_step
 
 WORDS = (1, 40, 7, 2, 25, 3, 11)  # of each row's answer
 SPLITS = {"one": [7], "seven": [1] * 7, "4 + 3": [4, 3], "2 + 5": [2, 5], "2 + 2 + 2 + 1": [2, 2, 2, 1]}
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    yield start_ranks()
-    stop_ranks()
 
 
 @pytest.fixture(scope="module")

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from litchi.batch.sources import index_sources, refuse_bad
+from litchi.batch.sources import refuse_bad
 from litchi.config import Config
 from litchi.data.jsonl import guess_task
 from litchi.data.processor import load_processor
-from litchi.dist import Ranks, barrier, gather_objects
+from litchi.dist import Ranks, barrier
 from litchi.errors import UsageError
 from litchi.evaluate.ranking import paired_difference
 from litchi.evaluate.run import EvalSet, Measured, generate_set, measure_set, score_set
 from litchi.model.build import resolve_model
 from litchi.train.export import export_model, identify_base
 from litchi.train.progress import count_progress
-from litchi.train.setup import check_ids
+from litchi.train.setup import check_ids, scan_files
 from litchi.train.target import Target, find_target, open_target, target_config, write_words
 from litchi.train.watch import how_to_measure
 
@@ -27,16 +27,7 @@ from litchi.train.watch import how_to_measure
 def open_set(config: Config, data: str, ranks: Ranks, *, require_labels: bool) -> EvalSet:
     """Scan the rows to measure on; bad rows stop it or are left out and counted, as the settings say."""
     processor = load_processor(resolve_model(config.model.path, first=ranks.local_rank == 0, wait=barrier))
-    corpus = index_sources(
-        config,
-        config.data.eval,
-        processor,
-        require_labels=require_labels,
-        rank=ranks.rank,
-        ranks=ranks.world,
-        gather=gather_objects,
-        progress=lambda name: count_progress(f"reading {name}", enabled=ranks.is_main),
-    )
+    corpus = scan_files(config, config.data.eval, processor, ranks, require_labels=require_labels)
     left_out = refuse_bad(corpus.sources, config)
     check_ids(corpus)
     if left_out and ranks.is_main:

@@ -16,11 +16,11 @@ import torch
 from litchi.batch.loader import Corpus, StepPlan
 from litchi.batch.schedule import EpochPlan
 from litchi.batch.sources import index_sources, refuse_bad
-from litchi.config import Config, Derived, derive, resolve_micro_batch_tokens
+from litchi.config import Config, DataSource, Derived, derive, resolve_micro_batch_tokens
 from litchi.data.processor import Processor, load_processor
 from litchi.data.templates import find_template
 from litchi.dist import Ranks, barrier, gather_objects
-from litchi.errors import MachineError, UsageError
+from litchi.errors import DataError, MachineError, UsageError
 from litchi.evaluate.run import EvalSet
 from litchi.model.adapters import apply_trainable, load_adapter
 from litchi.model.attention import kernel_name
@@ -113,23 +113,26 @@ def _epoch_plan(config: Config, corpus: Corpus) -> EpochPlan:
     return EpochPlan(corpus.sizes, weights, config.train.seed, config.train.global_batch_size, config.data.shuffle)
 
 
+def scan_files(
+    config: Config, sources: Sequence[DataSource], processor: Processor, ranks: Ranks, *, require_labels: bool = True
+) -> Corpus:
+    """Scan files, each rank a share, with progress."""
+    return index_sources(
+        config,
+        sources,
+        processor,
+        require_labels=require_labels,
+        rank=ranks.rank,
+        ranks=ranks.world,
+        gather=gather_objects,
+        progress=lambda name: count_progress(f"reading {name}", enabled=ranks.is_main),
+    )
+
+
 def index_data(config: Config, processor: Processor, ranks: Ranks) -> tuple[Corpus, list[EvalSet]]:
-    """Scan training and evaluation files, each rank a share, with progress; bad rows are decided on here."""
-
-    def scan(sources, require_labels=True):
-        return index_sources(
-            config,
-            sources,
-            processor,
-            require_labels=require_labels,
-            rank=ranks.rank,
-            ranks=ranks.world,
-            gather=gather_objects,
-            progress=lambda name: count_progress(f"reading {name}", enabled=ranks.is_main),
-        )
-
-    corpus = scan(config.data.train)
-    measured = scan(config.data.eval)
+    """Scan training and evaluation files; bad rows are decided on here."""
+    corpus = scan_files(config, config.data.train, processor, ranks)
+    measured = scan_files(config, config.data.eval, processor, ranks)
     refuse_bad(corpus.sources + measured.sources, config)
     check_ids(measured)
     sets = [
@@ -145,7 +148,7 @@ def check_ids(corpus: Corpus) -> None:
         seen: dict[str, Any] = {}
         for row in index.rows:
             if row.id in seen:
-                raise UsageError(
+                raise DataError(
                     f"the id {row.id!r} stands twice",
                     where=f"{index.source(seen[row.id])} and {index.source(row)}",
                     why="in an evaluation each id is one query",

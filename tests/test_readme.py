@@ -1,0 +1,61 @@
+"""Every `litchi` command of the README runs, in its order, on the packaged model and a few rows."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import runs
+
+ROOT = Path(__file__).parents[1]
+BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+COMMANDS = [
+    shlex.split(line, comments=True)
+    for block in BLOCKS
+    for line in block.splitlines()
+    if line.startswith(("litchi ", "torchrun "))
+]
+
+
+def as_run_here(command: list[str]) -> list[str]:
+    """The same command with the packaged model, two ranks instead of four, and two steps."""
+    words = [word.replace("$MODEL", "builtin:tiny") for word in command[1:]]
+    words = ["2" if word == "4" else word for word in words]
+    steps = ["train.steps=2", "eval.max_rows=2"] if "train" in words else []
+    module = "torch.distributed.run" if command[0] == "torchrun" else "litchi"
+    return [sys.executable, "-m", module, *words, *steps]
+
+
+def task_of(command: list[str]) -> str:
+    return "chat" if any("chat" in word for word in command) else "rerank"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_commands_of_the_readme_run(tmp_path):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    assert {c[1] for c in COMMANDS if c[0] == "litchi"} >= {"data", "train", "evaluate", "score", "generate", "export"}
+    for command in COMMANDS:
+        prepare_rows(tmp_path, task_of(command))
+        done = subprocess.run(as_run_here(command), cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr[-2000:]}"
+
+
+def prepare_rows(folder: Path, task: str) -> None:
+    """train.jsonl and eval.jsonl of a task, and the judgements of eval.jsonl as the ranking example needs them."""
+    make = runs.rerank_rows if task == "rerank" else runs.chat_rows
+    rows = make(folder, 6)
+    for name in ("train.jsonl", "eval.jsonl"):
+        (folder / name).write_bytes(rows.read_bytes())
+    if task == "rerank":
+        lines = [
+            {"query_id": row["id"], "doc_id": f"d{n}", "relevance": int(n == 0)}
+            for row in runs.read_rows(rows)
+            for n in range(3)
+        ]
+        (folder / "qrels.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
