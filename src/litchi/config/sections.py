@@ -212,7 +212,7 @@ class Data(Section):
     media_root: str | None = None
     """Folder that relative media paths start from; null: the folder of the file that names them."""
     max_length: Positive = 4096
-    """Tokens of a sample at most, pictures and all documents of a group included."""
+    """Tokens of a sample at most, pictures included (rerank: of a query with one document)."""
     overlong: Literal["drop", "error"] = "drop"
     """A longer sample is left out and counted, or stops the run. It is never cut."""
     verify: Literal["decoded", "headers", "off"] = "decoded"
