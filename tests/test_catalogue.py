@@ -206,10 +206,9 @@ def test_base_rows_are_chat_about_training_products(make_data, scene):
         assert lower == (row["shape"] == "language")
 
 
-@pytest.mark.parametrize("shape", ["picture_questions", "question_pictures"])
-def test_many_turns_are_half_yes_and_answered_right(make_data, scene, shape):
+def test_questions_on_a_picture_are_half_yes_and_answered_right(make_data, scene):
     for _ in range(30):
-        messages = make_data.SHAPES[shape](scene)
+        messages = make_data.picture_questions(scene)
         users, answers = messages[::2], [words(message) in ("Yes", "是") for message in messages[1::2]]
         assert len(answers) == 8 and sum(answers) == 4
         picture = None
