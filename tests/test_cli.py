@@ -293,7 +293,6 @@ def test_an_error_on_one_rank_ends_all(place):
     rows[3] = chat(3, "p0.png", "red")
     write(place / "late.jsonl", rows)
     settings = {"data__verify": "headers", "train__global_batch_size": 2, "data__workers": 0, "train__steps": 40}
-    settings |= {"train__hang_s": 30}
     running = [
         start_litchi(place / f"r{e['RANK']}", *words(place, data="late.jsonl", **settings), env=e)
         for e in rank_variables(2)

@@ -262,12 +262,12 @@ def test_text_alone_leaves_the_tower_out_unless_ranks_must_agree(loaded, process
 # ---- Other members of the family
 
 
-def small_config(kind):
+def small_config(kind, tokens):
     """A random member of the family with three heads' worth of everything, its head not tied to the embedding."""
     import transformers
 
     text = {
-        "vocab_size": 849,
+        "vocab_size": max(tokens.values()) + 1,
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
@@ -275,7 +275,8 @@ def small_config(kind):
         "num_key_value_heads": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
     }
-    ids = {"image_token_id": 839, "video_token_id": 840, "vision_start_token_id": 836, "vision_end_token_id": 837}
+    names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    ids = {f"{key}_token_id": tokens[f"<|{name}|>"] for key, name in names.items()}
     if kind == "qwen2_vl":
         vision = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2}
         return transformers.Qwen2VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
@@ -285,7 +286,7 @@ def small_config(kind):
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
-def relative(request, base_folder, tmp_path_factory):
+def relative(request, base_folder, processor, tmp_path_factory):
     """(transformers' model, Litchi's) of a random member saved to a folder with the base's processor files."""
     import transformers
 
@@ -294,9 +295,9 @@ def relative(request, base_folder, tmp_path_factory):
         kind = transformers.Qwen2_5_VLForConditionalGeneration
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp(request.param)
-    model = kind(small_config(request.param)).eval()
+    model = kind(small_config(request.param, processor.controls)).eval()
     model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "processor_config.json", "chat_template.jinja"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json", "chat_template.jinja"):
         shutil.copy(base_folder / name, folder)
     found = load_model(folder, dtype=torch.float32)
     found.hf.requires_grad_(True)

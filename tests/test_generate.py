@@ -92,7 +92,7 @@ def test_an_answer_does_not_depend_on_its_batch(model, prompts, examples, free):
 def test_stopping_cuts_each_answer_where_its_own_stop_is(model, prompts, examples, free, stop):
     found = generate_greedy(model, pack(prompts[0], examples), stop=(stop, 0), max_new_tokens=LONGEST)
     assert [a.ids for a in found] == [cut(ids, stop) for ids in free]
-    assert len({len(a.ids) for a in found}) > 3
+    assert len({len(a.ids) for a in found}) > 2, "stops stand at different places"
 
 
 @pytest.mark.parametrize("longest", [0, 1, 3])

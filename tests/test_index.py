@@ -254,7 +254,7 @@ def test_rows_that_are_too_long_are_left_out_whole(processor, tmp_path, pictures
 
 def test_a_negative_that_is_too_long_leaves_and_a_positive_drops_the_group(processor, tmp_path):
     renderer = renderer_for("rerank", processor)
-    long = "and a bag " * 40
+    long = "and a bag " * 400
     rows = [
         {"query": "bag", "pos_doc": "a bag", "neg_docs": [long, "a hat"]},
         {"query": "bag", "pos_doc": long, "neg_docs": ["a hat"]},
