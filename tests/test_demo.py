@@ -91,7 +91,7 @@ def test_settings_are_read_strictly(tmp_path):
     demo.write_settings(places, Size())
     config = load_config(places.settings)
     assert config.output == str(places.run) and config.data.train[0].path == str(places.train)
-    assert config.train.steps == 300 and config.train.global_batch_size == 8
+    assert config.train.steps == 400 and config.train.global_batch_size == 8
     assert (config.trainable.language.mode, config.trainable.vision.mode) == ("full", "frozen")
 
 
