@@ -90,7 +90,7 @@ def dump_settings(tree: dict[str, Any]) -> str:
 class _Loader(yaml.SafeLoader):
     """Plain data only. Aliases are refused: a setting is read where it stands."""
 
-    yaml_implicit_resolvers: ClassVar = {}
+    yaml_implicit_resolvers: ClassVar = {}  # type: ignore[misc]  # the stubs call PyYAML's class attribute an instance's
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
