@@ -64,8 +64,13 @@ def slurm_variables(env: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def start_ranks(timeout_s: float = 600.0) -> Ranks:
-    """Join the ranks a launcher started (torchrun, accelerate, srun), or be the only one."""
+def start_ranks(timeout_s: float = 3600.0) -> Ranks:
+    """Join the ranks a launcher started (torchrun, accelerate, srun), or be the only one.
+
+    Args:
+        timeout_s: how long a rank waits for the others. A first download or scan by one rank may take that long;
+            a rank that ends is noticed at once, by its closed connection.
+    """
     for name, value in slurm_variables(os.environ).items():
         os.environ.setdefault(name, value)
     rank, world, local = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
