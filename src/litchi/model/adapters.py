@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from litchi.errors import UsageError
 from litchi.model.build import Loaded
-from litchi.model.family import PARTS, Family, part
+from litchi.model.family import PARTS, Family
 
 if TYPE_CHECKING:
     from litchi.config import Lora, Trainable
@@ -184,8 +184,3 @@ def adapter_base(folder: Path) -> str | None:
     """The base an adapter folder names, or None when it is no adapter folder."""
     path = folder / "adapter_config.json"
     return json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"] if path.is_file() else None
-
-
-def part_modules(loaded: Loaded) -> dict[str, nn.Module]:
-    """The four parts by name."""
-    return {name: part(loaded.hf, getattr(loaded.family, name)) for name in PARTS}
