@@ -344,9 +344,12 @@ def test_two_wrong_things_in_one_place():
         ("rerank", ["data.shuffle=false", "data.train={path: a, weight: 2}"], "data.shuffle is false"),
         ("rerank", ["trainable.head={mode: frozen, lr: 1}"], "trainable.head is frozen: it takes no lr"),
         ("rerank", ["train.steps=1", "train.epochs=1"], "both given"),
+        ("rerank", ["model.placement=spread", "parallel.dp_shard=2"], "parallel.dp_shard is 2: model.placement=spread"),
         ("rerank", ["eval.metrics=[bleu]"], "eval.metrics has 'bleu'"),
         ("chat", ["eval.metrics=[mrr@10]"], "eval.metrics has 'mrr@10'"),
         ("rerank", ["train.best=mrr@x"], "train.best is 'mrr@x'"),
+        ("chat", ["model.quantize=nf4", "trainable.language=full"], "packed weights cannot train. Set trainable.lang"),
+        ("chat", ["model.quantize=nf4", "parallel.tp=2"], "packed weights cannot be cut by parallel.tp"),
     ],
 )
 def test_settings_that_do_not_go_together(task, overrides, expected):
@@ -373,9 +376,8 @@ REFUSED = {  # a use of every key of LATER, and what may be used instead
     "parallel.vision_ranks": ("1", "leave it at 0"),
     "model.attention": ("flash", "leave it at auto"),
     "train.hang_s": ("60.0", "leave it at 600.0"),
-    "model.quantize": ("nf4", "leave it at none"),
+    "model.quantize": ("int8", "use none or nf4"),
     "train.features": ("cache", "leave it at off"),
-    "train.offload": ("optimizer", "leave it at none"),
     "train.on_nonfinite": ("rollback", "use skip or stop"),
     "curriculum": ("[{until: 0.5, pixels: {max: 100000}}]", "leave it empty"),
     "optim.name": ("adamw8bit", "use adamw or sgd"),

@@ -9,8 +9,10 @@ import pytest
 from rendering import draw, renderer_for, say
 
 from litchi.batch import index as index_module
+from litchi.batch.cost import forest_pairs
 from litchi.batch.index import ScanRules, build_index
 from litchi.batch.loader import Corpus
+from litchi.types import IGNORE
 
 RULES = ScanRules(max_length=512)
 
@@ -67,6 +69,11 @@ def test_costs_of_chat_rows_are_those_of_their_examples(processor, tmp_path, pic
     examples = [corpus.example(row, None) for row in range(4)]
     assert [r.tokens for r in found.rows] == [e.tokens for e in examples]
     assert [r.patches for r in found.rows] == [e.patches for e in examples]
+    for row, example in zip(found.rows, examples, strict=True):
+        work = row.work(None)
+        assert (work.tokens, work.pairs) == (example.tokens, example.tokens * (example.tokens + 1) // 2)
+        assert work.rows == (example.labels[1:] != IGNORE).sum() > 0
+        assert work.grids == tuple(m.grid for m in example.media)
     assert len({r.tokens for r in found.rows}) == 4 and [r.patches > 0 for r in found.rows] == [False, True] * 2
     assert found.tokens == sum(e.tokens for e in examples) and found.patches == sum(e.patches for e in examples)
     assert [r.id for r in found.rows] == [f"a:{n}" for n in range(1, 5)]
@@ -82,14 +89,38 @@ def test_costs_of_groups_are_those_of_their_examples(processor, tmp_path, pictur
     corpus = Corpus((found,), (renderer,))
     for number, row in enumerate(found.rows):
         example = corpus.example(number, None)
-        assert row.tokens == row.cost(row.documents) == example.tokens
+        whole = row.work(row.documents)
+        assert row.tokens == whole.tokens == example.tokens
+        assert whole.pairs == forest_pairs(row.prefix, [b - a for a, b, _ in example.spans[1:]])
+        assert (whole.rows, whole.grids) == (len(example.scored), tuple(m.grid for m in example.media))
         assert (row.prefix, row.patches) == (example.spans[0][1], example.patches)
         assert list(row.lengths) == [row.prefix + b - a for a, b, _ in example.spans[1:]]
         chosen = row.chosen(0, 0, 1)
         assert len(chosen) == row.positives + 1 and chosen[: row.positives] == row.documents[: row.positives]
-        assert row.cost(chosen) >= corpus.example(number, chosen).tokens, "a smaller group shares at least as much"
-        assert row.cost(chosen) < row.tokens
+        smaller = corpus.example(number, chosen)
+        assert row.work(chosen).tokens >= smaller.tokens, "a smaller group shares at least as much"
+        assert sorted(row.work(chosen).grids) == sorted(m.grid for m in smaller.media)
+        assert row.work(chosen).tokens < row.tokens and row.work(chosen).rows == row.positives + 1
     assert [row.positives for row in found.rows] == [1, 2]
+    assert [len(row.grids) for row in found.rows] == [3, 0]
+
+
+def test_a_picture_counts_once_whoever_shows_it(processor, tmp_path, pictures):
+    """The query's picture comes back in a document, and two documents share one."""
+    first, second, third = ({"image": p} for p in pictures)
+    row = {
+        "query": {"text": "like this", **first},
+        "pos_doc": {"text": "it", **first},
+        "neg_docs": [second, third, second],
+    }
+    renderer = renderer_for("rerank", processor)
+    found, _ = scan(write(tmp_path / "a.jsonl", [row]), renderer)
+    [cost], corpus = found.rows, Corpus((found,), (renderer,))
+    assert (len(cost.grids), cost.shared, cost.pictures) == (3, 1, ((), (1,), (2,), (1,)))
+    for chosen, distinct in (((0, 1, 2, 3), 3), ((0, 1, 3), 2), ((0, 2), 2), ((0,), 1)):
+        grids = cost.work(chosen).grids
+        assert len(grids) == distinct
+        assert sorted(grids) == sorted(m.grid for m in corpus.example(0, chosen).media)
 
 
 def test_blank_lines_keep_the_numbers_an_editor_shows(processor, tmp_path, pictures):

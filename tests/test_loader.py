@@ -1,12 +1,13 @@
 """Micro-batches prepared ahead: the same from any number of workers, from any step on."""
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from rendering import draw, renderer_for
 
+from litchi.batch.cost import CostModel
 from litchi.batch.index import ScanRules, build_index
 from litchi.batch.loader import Corpus, StepPlan, iterate_picks, iterate_steps
 from litchi.batch.schedule import EpochPlan
@@ -114,6 +115,23 @@ def test_ranks_share_the_samples_of_a_step(groups, ranks):
         samples = [s for micro in here for b in micro for s in b.samples]
         assert sorted(samples) == sorted(s for b in batches for s in b.samples)
         assert sum(b.units for micro in here for b in micro) == sum(b.units for b in batches)
+
+
+def test_the_balance_of_a_step_is_that_of_its_plan(groups):
+    """Of the costs that were planned with; the same on every rank."""
+    costs = CostModel(token=1.0, pair=0.01, patch=3.0)
+    plans = [replace(plan(groups, rank=rank, ranks=2), costs=costs) for rank in range(2)]
+    rows = groups.sources[0].rows
+    for step in (1, 2):
+        loads = [
+            [sum(costs.cost(rows[row].work(chosen)) for row, chosen in micro) for micro in one.micro_batches(step)]
+            for one in plans
+        ]
+        mean = sum(map(sum, loads)) / 2
+        found = plans[0].balance(step)
+        assert found == plans[1].balance(step)
+        assert found.rank == pytest.approx(max(map(sum, loads)) / mean)
+        assert found.micro == pytest.approx(sum(map(max, zip(*loads, strict=True))) / mean) and found.micro > 1
 
 
 def test_a_long_run_is_not_listed(groups):

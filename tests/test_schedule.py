@@ -1,4 +1,4 @@
-"""Which samples form a step, and where each is computed: pure functions, and nothing is lost or counted twice."""
+"""Which samples form a step: pure functions, and nothing is lost or counted twice."""
 
 from collections import Counter
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from litchi.batch.schedule import EpochPlan, choose_negatives, split_costs
+from litchi.batch.schedule import EpochPlan, choose_negatives
 
 
 def plan(sizes, weights=None, *, seed=0, batch=4, shuffle=True):
@@ -106,35 +106,3 @@ def test_all_negatives_take_part_where_no_fewer_are_wanted(wanted):
 def test_every_negative_has_its_turn():
     turns = Counter(n for epoch in range(300) for n in choose_negatives(0, epoch, "a", 6, 2))
     assert min(turns.values()) > 60 and sum(turns.values()) == 600
-
-
-# ---- Ranks and micro-batches
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(1, 100), max_size=40), st.integers(1, 8), st.integers(1, 150))
-def test_every_sample_is_computed_once_within_the_limit(costs, ranks, limit):
-    shares = split_costs(costs, ranks, limit)
-    assert len(shares) == ranks and len({len(share) for share in shares}) == 1 and len(shares[0]) >= 1
-    batches = [batch for share in shares for batch in share]
-    assert sorted(i for batch in batches for i in batch) == list(range(len(costs)))
-    for batch in batches:
-        assert len(batch) <= 1 or sum(costs[i] for i in batch) <= limit
-        assert batch == sorted(batch)
-
-
-def test_few_samples_leave_ranks_empty():
-    assert split_costs([5, 5], 4, 100) == [[[0]], [[1]], [[]], [[]]]
-
-
-def test_work_is_shared_evenly():
-    costs = list(np.random.default_rng(0).integers(50, 150, 64))
-    loads = [sum(costs[i] for batch in share for i in batch) for share in split_costs(costs, 4, 1000)]
-    assert max(loads) < 1.05 * sum(costs) / 4
-
-
-def test_the_samples_of_a_step_do_not_depend_on_the_ranks():
-    costs = list(range(1, 30))
-    for ranks in (1, 2, 5):
-        shares = split_costs(costs, ranks, 60)
-        assert sorted(i for share in shares for batch in share for i in batch) == list(range(29))

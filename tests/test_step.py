@@ -70,7 +70,7 @@ def make(ranks):
         optimizer = kind(owner.parameters(), lr=1.0)
         for group in optimizer.param_groups:
             group["full_lr"] = 1.0
-        return Trainer(Wrapped(owner, owner, Layout(1, 1), 1, "fp32"), optimizer, ranks, clip, on_nonfinite)
+        return Trainer(Wrapped(owner, owner, Layout(), 0, "fp32"), optimizer, ranks, clip, on_nonfinite)
 
     return build
 

@@ -11,16 +11,17 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
 from litchi import __version__
-from litchi.errors import StoppedError, UsageError, UserError
+from litchi.errors import MachineError, StoppedError, UsageError, UserError
 
 if TYPE_CHECKING:
     from litchi.dist import Ranks
 
+SLURM = "Say --slurm nodes=2 --slurm tasks=8 for 16 ranks"
 INTERRUPTED = 130  # what typer makes of the keyboard's interrupt
 
 app = typer.Typer(
@@ -39,6 +40,7 @@ Overrides = Annotated[
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Procs = Annotated[int | None, typer.Option("--procs", min=1, help="Ranks to start; default: one per GPU, or one.")]
+Engine = Literal["torch", "ray"]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, all else on stderr.")]
 
 
@@ -96,20 +98,29 @@ def _leave(status: int) -> NoReturn:
 
 def _in_ranks(procs: int | None, body: Callable[[Ranks], int | None]) -> None:
     """Run a verb in the ranks a launcher made, or start `procs` ranks of it."""
-    from litchi.parallel.launch import default_procs, launched, run_ranks
+    from litchi.parallel.launch import join_ranks, ranks_to_start, run_ranks
 
-    count = 1 if launched() else procs or default_procs()
+    count = ranks_to_start(procs)
     if count > 1:
         raise typer.Exit(run_ranks(sys.argv[1:], count))
-    from litchi.dist import start_ranks, stop_ranks
+    from litchi.dist import stop_ranks
     from litchi.model.build import quiet_libraries
+    from litchi.parallel.heartbeat import Heartbeat
 
     quiet_libraries()
-    ranks = start_ranks()
-    status = body(ranks)
+    ranks = join_ranks()
+    with Heartbeat(ranks, _lost):
+        status = body(ranks)
     stop_ranks()
     if status:
         raise typer.Exit(status)
+
+
+def _lost(error: UserError | None) -> NoReturn:
+    """End a rank whose peer is gone while its main thread waits for it."""
+    if error:
+        print(f"error: {error.line()}", file=sys.stderr, flush=True)
+    _leave(MachineError.status)
 
 
 def _version(wanted: bool) -> None:
@@ -171,19 +182,52 @@ def train(
     allow_changed: Annotated[
         list[str] | None, typer.Option("--allow-changed", metavar="KEY", help="Resume although this setting changed.")
     ] = None,
+    slurm: Annotated[
+        list[str] | None, typer.Option("--slurm", metavar="KEY=VALUE", help="Submit as a job: nodes, gpus, time, ...")
+    ] = None,
+    show: Annotated[bool, typer.Option("--print", help="With --slurm: print the script instead.")] = False,
+    engine: Annotated[
+        Engine, typer.Option("--engine", help="What starts the ranks: torch, or a Ray cluster.")
+    ] = "torch",
     debug: Debug = False,
 ) -> None:
     """Train, evaluate and export; the same command on the same folder resumes."""
     from litchi.config import load_config
+    from litchi.parallel.accelerate import adopt_accelerate
 
-    settings = load_config(config, overrides or [], need=("model.path", "data.train"))
+    settings = adopt_accelerate(load_config(config, overrides or []), os.environ)
+    if slurm or show:
+        from litchi.parallel.slurm import train_on_slurm
+
+        if procs or not slurm:
+            raise UsageError("--procs does not go with --slurm" if slurm else "--print goes with --slurm", remedy=SLURM)
+        words = [config, *(overrides or []), *["--fresh"] * fresh, *_each("--allow-changed", allow_changed)]
+        command = [sys.executable, "-m", "litchi", "train", *words]
+        workers, output = settings.data.workers, settings.output
+        print(train_on_slurm(slurm, command, workers=workers, output=output, folder=Path.cwd(), show=show).rstrip())
+        return
+
+    if engine == "ray" and fresh:
+        from litchi.train.setup import set_aside
+
+        set_aside(Path(settings.output))  # here, for Ray may start the workers more than once
+        fresh = False
 
     def body(ranks: Ranks) -> None:
         from litchi.train.loop import train_run
 
         train_run(settings, ranks, fresh=fresh, allow_changed=allow_changed or [])
 
-    _in_ranks(procs, body)
+    if engine == "ray":
+        from litchi.parallel.ray import run_on_ray
+
+        run_on_ray(body, procs, output=settings.output)
+    else:
+        _in_ranks(procs, body)
+
+
+def _each(option: str, values: list[str] | None) -> list[str]:
+    return [word for value in values or [] for word in (option, value)]
 
 
 @app.command()

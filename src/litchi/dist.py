@@ -33,8 +33,8 @@ class Ranks:
 
 
 def pick_device(local_rank: int) -> torch.device:
-    """A GPU when there is one, without being asked."""
-    if not torch.cuda.is_available():
+    """A GPU when there is one, without being asked, unless `accelerate launch --cpu` was."""
+    if not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise MachineError(

@@ -201,7 +201,7 @@ class Batch:
     ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [3, T]: time, height, width of M-RoPE
     spans: tuple[tuple[int, int, int], ...]  # (start, end, parent)
-    pixels: Tensor  # uint8 [P, 3 * patch * patch], patches in merge order
+    pixels: Tensor  # uint8 [P, 3 * patch * patch], patches in merge order; of the pictures this rank encodes
     grids: tuple[tuple[int, int, int], ...]  # [M]
     image_at: Tensor  # int64 [K]: token of the k-th picture token in the stream
     image_from: Tensor  # int64 [K]: row of the feature that belongs there, in 0..N-1

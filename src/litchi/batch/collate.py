@@ -28,7 +28,7 @@ def collate(
 
     Args:
         examples: at least none; without one the batch is the empty batch of one ignored token.
-        patches: media key -> uint8 [patches, 3 * patch * patch].
+        patches: media key -> uint8 [patches, 3 * patch * patch]; without the pictures other ranks encode.
         processor: for the merge size and token ids.
         count_units: (targets, groups) -> what the loss is divided by; counts targets when left out.
 
@@ -95,9 +95,10 @@ def _place_pictures(examples: Sequence[Example], patches: Mapping[str, np.ndarra
                 count = media.tokens(merge)
                 features[media.media.key] = (first, count)
                 grids.append(media.grid)
-                pixels.append(patches[media.media.key])
-                assert len(pixels[-1]) == media.patches, f"{media.media.name}: patches and grid differ"
                 first += count
+                if media.media.key in patches:
+                    pixels.append(patches[media.media.key])
+                    assert len(pixels[-1]) == media.patches, f"{media.media.name}: patches and grid differ"
     return features, grids, np.concatenate(pixels) if pixels else np.zeros((0, 0), np.uint8)
 
 

@@ -15,13 +15,15 @@ from functools import lru_cache
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
+from litchi.batch.balance import Balance, measure_balance, share_pictures, split_costs
 from litchi.batch.collate import CountUnits, collate
+from litchi.batch.cost import BY_TOKENS, CostModel
 from litchi.batch.index import RowCost, SourceIndex
-from litchi.batch.schedule import EpochPlan, split_costs
+from litchi.batch.schedule import EpochPlan
 from litchi.data.media import decode_image, grid_of, picture_patches, read_header
 from litchi.data.render import Renderer
 from litchi.errors import DataError, UserError
-from litchi.types import Batch, ChatSample, Example, Media, Sample, Source
+from litchi.types import Batch, ChatSample, Example, Media, PlacedMedia, Sample, Source
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Corpus:
         source, cost, renderer = self.find(row)
         with _naming(source.source(cost)):
             example = renderer.render(self.load(row), lambda media: media_grid(media, renderer), chosen)
-        planned = cost.cost(chosen)  # fewer documents may share a longer prefix, so a group may come out below it
+        planned = cost.work(chosen).tokens  # fewer documents may share a longer prefix: a group may come out below it
         if example.tokens > planned or (not cost.documents and example.tokens < planned):
             raise DataError(
                 f"{cost.id} has {example.tokens} tokens and had {planned} when it was indexed",
@@ -83,23 +85,44 @@ def media_grid(media: Media, renderer: Renderer) -> tuple[int, int, int]:
     return grid_of(read_header(media), renderer.processor.vision)
 
 
-def load_patches(examples: Sequence[Example], renderer: Renderer) -> dict[str, np.ndarray]:
-    """Decode each distinct picture of some examples once. Raises DataError naming the row and the file."""
-    patches: dict[str, np.ndarray] = {}
+Share = tuple[int, int]  # of the pictures of a batch: which of how many shares; (0, 0) is none
+ALL: Share = (0, 1)
+
+
+def load_patches(examples: Sequence[Example], renderer: Renderer, share: Share = ALL) -> dict[str, np.ndarray]:
+    """Decode each distinct picture of some examples once, or a share of them.
+
+    Raises:
+        DataError: a picture cannot be read, or is not what it was; it names the row and the file.
+    """
+    distinct: dict[str, tuple[PlacedMedia, Source]] = {}
     for example in examples:
         for placed in example.media:
-            if placed.media.key not in patches:
-                with _naming(example.source):
-                    rgb = decode_image(placed.media, window=renderer.window)
-                patches[placed.media.key], grid = picture_patches(rgb, spec=renderer.processor.vision)
-                if grid != placed.grid:
-                    raise DataError(f"{placed.media.name} changed while the run was reading it", where=example.source)
+            distinct.setdefault(placed.media.key, (placed, example.source))
+    which, shares = share
+    grids = [placed.grid for placed, _ in distinct.values()]
+    mine = set(share_pictures(grids, shares)[which]) if shares else set()
+    patches: dict[str, np.ndarray] = {}
+    for number, (key, (placed, source)) in enumerate(distinct.items()):
+        if number in mine:
+            with _naming(source):
+                rgb = decode_image(placed.media, window=renderer.window)
+            patches[key], grid = picture_patches(rgb, spec=renderer.processor.vision)
+            if grid != placed.grid:
+                raise DataError(f"{placed.media.name} changed while the run was reading it", where=source)
     return patches
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: it keys a cache, and holds large arrays
 class StepPlan:
-    """Everything that decides what a rank computes in a step: pure, the same on every rank but for `rank`."""
+    """Everything that decides what a rank computes in a step: pure, the same on every rank but for `rank`.
+
+    Args:
+        rank, ranks: of those that see different data.
+        costs: what is shared out evenly; by default tokens.
+        least: micro-batches of a rank in a step at least.
+        pictures: the share of a batch's pictures that this rank decodes.
+    """
 
     corpus: Corpus
     epochs: EpochPlan
@@ -107,32 +130,50 @@ class StepPlan:
     micro_batch_tokens: int
     rank: int
     ranks: int
+    costs: CostModel = BY_TOKENS
+    least: int = 1
+    pictures: Share = ALL
 
     def micro_batches(self, step: int) -> list[list[tuple[int, tuple[int, ...] | None]]]:
         """This rank's micro-batches of a step: lists of (row, chosen documents)."""
-        return _plan_step(self, step)[self.rank]
+        return _plan_step(self, step)[0][self.rank]
+
+    def balance(self, step: int) -> Balance:
+        """How even the planned cost of a step is."""
+        return _plan_step(self, step)[1]
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=16)
 def _plan_step(plan: StepPlan, step: int):
+    """[rank][micro-batch] -> picks, and the balance of their costs."""
     epoch = plan.epochs.epoch_of(step)
-    picks = []
+    picks, work = [], []
     for row in plan.epochs.rows(step):
         _, cost, _ = plan.corpus.find(int(row))
         chosen = cost.chosen(plan.epochs.seed, epoch, plan.negatives)
-        picks.append((int(row), chosen, cost.cost(chosen)))
-    shares = split_costs([c for _, _, c in picks], plan.ranks, plan.micro_batch_tokens)
-    return [[[(picks[i][0], picks[i][1]) for i in micro] for micro in rank] for rank in shares]
+        picks.append((int(row), chosen))
+        work.append(cost.work(chosen))
+    costs = [plan.costs.cost(w) for w in work]
+    least = max(1, min(plan.least, len(picks) // plan.ranks))  # more would be empty
+    shares = split_costs(costs, plan.ranks, plan.micro_batch_tokens, tokens=[w.tokens for w in work], least=least)
+    return [[[picks[i] for i in micro] for micro in rank] for rank in shares], measure_balance(costs, shares)
 
 
 Picks = Sequence[tuple[int, tuple[int, ...] | None]]  # (row, chosen documents)
 
 
-def make_batch(corpus: Corpus, picks: Picks, count_units: CountUnits | None = None, *, prompts: bool = False) -> Batch:
+def make_batch(
+    corpus: Corpus,
+    picks: Picks,
+    count_units: CountUnits | None = None,
+    *,
+    prompts: bool = False,
+    pictures: Share = ALL,
+) -> Batch:
     """Read, render, decode and collate some rows; with `prompts` up to where the last answer begins."""
     renderer = corpus.renderers[0]
     examples = [corpus.prompt(row) if prompts else corpus.example(row, chosen) for row, chosen in picks]
-    return collate(examples, load_patches(examples, renderer), renderer.processor, count_units)
+    return collate(examples, load_patches(examples, renderer, pictures), renderer.processor, count_units)
 
 
 class MicroBatches(Dataset):
@@ -143,8 +184,10 @@ class MicroBatches(Dataset):
 
     def __getitem__(self, key: tuple[int, int]) -> Batch | UserError:
         step, micro = key
+        plan = self.plan
         try:
-            return make_batch(self.plan.corpus, self.plan.micro_batches(step)[micro], self.count_units)
+            picks = plan.micro_batches(step)[micro]
+            return make_batch(plan.corpus, picks, self.count_units, pictures=plan.pictures)
         except UserError as error:  # travels to the training process, which raises it there
             return error
 
@@ -152,15 +195,15 @@ class MicroBatches(Dataset):
 class FixedBatches(Dataset):
     """number -> Batch of these picks, for evaluation."""
 
-    def __init__(self, corpus: Corpus, picks: Sequence[Picks], count_units: CountUnits | None, *, prompts: bool):
-        self.corpus, self.picks, self.count_units, self.prompts = corpus, picks, count_units, prompts
+    def __init__(self, corpus: Corpus, picks: Sequence[Picks], count_units: CountUnits | None, **how):
+        self.corpus, self.picks, self.count_units, self.how = corpus, picks, count_units, how
 
     def __len__(self) -> int:
         return len(self.picks)
 
     def __getitem__(self, number: int) -> Batch | UserError:
         try:
-            return make_batch(self.corpus, self.picks[number], self.count_units, prompts=self.prompts)
+            return make_batch(self.corpus, self.picks[number], self.count_units, **self.how)
         except UserError as error:
             return error
 
@@ -201,9 +244,10 @@ def iterate_picks(
     workers: int,
     count_units: CountUnits | None = None,
     prompts: bool = False,
+    pictures: Share = ALL,
 ) -> Iterator[Batch]:
     """Batches of these picks, in order, prepared ahead. Raises UserError as `iterate_steps` does."""
-    made = FixedBatches(corpus, picks, count_units, prompts=prompts)
+    made = FixedBatches(corpus, picks, count_units, prompts=prompts, pictures=pictures)
     return _ahead(made, range(len(picks)), min(workers, len(picks)))
 
 

@@ -1,4 +1,4 @@
-"""step -> samples -> ranks -> micro-batches: pure functions of (seed, sizes, costs, step). Nothing is remembered.
+"""step -> samples: pure functions of (seed, sizes, step). Nothing is remembered. `balance` shares them out.
 
 The samples of a global batch do not depend on the number of ranks. The end of an epoch is a short step: nothing is
 dropped, repeated or counted twice.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -86,35 +85,3 @@ def choose_negatives(seed: int, epoch: int, query_id: str, available: int, wante
     digest = hashlib.sha256(f"{seed}/{epoch}/{query_id}".encode()).digest()
     generator = np.random.default_rng(int.from_bytes(digest[:8], "big"))
     return tuple(sorted(int(i) for i in generator.choice(available, wanted, replace=False)))
-
-
-def split_costs(costs: Sequence[float], ranks: int, limit: float) -> list[list[list[int]]]:
-    """Share the samples of a step out over ranks and micro-batches.
-
-    Args:
-        costs: of each sample of the step, in tokens.
-        ranks: number of data ranks.
-        limit: what a micro-batch may cost; a single sample above it gets a micro-batch of its own.
-
-    Returns:
-        [rank][micro-batch] -> numbers into `costs`; every rank has the same number of micro-batches, some may be empty.
-    """
-    micro = max(1, math.ceil(sum(costs) / (limit * ranks)))
-    while True:
-        bins = _fill_bins(costs, ranks * micro)
-        heaviest = max((sum(costs[i] for i in b) for b in bins if len(b) > 1), default=0)
-        if heaviest <= limit:
-            break
-        micro += 1
-    return [[bins[rank + ranks * m] for m in range(micro)] for rank in range(ranks)]
-
-
-def _fill_bins(costs: Sequence[float], number: int) -> list[list[int]]:
-    """Largest first into the lightest bin; the samples of a bin keep their order in the step."""
-    bins: list[list[int]] = [[] for _ in range(number)]
-    load = [0.0] * number
-    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        lightest = min(range(number), key=lambda b: (load[b], b))
-        bins[lightest].append(i)
-        load[lightest] += costs[i]
-    return [sorted(b) for b in bins]

@@ -206,6 +206,7 @@ def _conflicts(config: Config, *, training: bool) -> Iterator[_Problem]:
     yield from _loss_conflicts(config.task, config.loss)
     yield from _metric_conflicts(config)
     if config.task == "chat":
+        yield from _generation_conflicts(config)
         for key, value in (("data.negatives", data.negatives), ("data.instruction", data.instruction)):
             if value is not None:
                 yield _Problem(f"{key} is {show(value)}: it belongs to task rerank, not to chat", (key, "task"))
@@ -218,15 +219,33 @@ def _conflicts(config: Config, *, training: bool) -> Iterator[_Problem]:
         yield _Problem(text, ("data.eval",))
     if not data.shuffle and any(source.weight != 1 for source in data.train):
         yield _Problem("data.shuffle is false: data.train must then have no weights", ("data.shuffle", "data.train"))
+    if config.model.placement == "spread":
+        yield from _placement_conflicts(config)
     parts = {name: config.trainable.model_dump()[name] for name in ("vision", "merger", "language", "head")}
     for name, part in parts.items():
         if part["mode"] == "frozen" and part["lr"] is not None:
             key = f"trainable.{name}"
             yield _Problem(f"{key} is frozen: it takes no lr", (key,))
+    if config.model.quantize != "none":
+        held = f"model.quantize is {config.model.quantize}"
+        if parts["language"]["mode"] == "full":
+            text = f"{held}: packed weights cannot train. Set trainable.language to lora"
+            yield _Problem(text, ("trainable.language", "model.quantize"))
+        if config.parallel.tp > 1:
+            text = f"{held}: packed weights cannot be cut by parallel.tp. Use parallel.dp_shard"
+            yield _Problem(text, ("parallel.tp", "model.quantize"))
     if training:
         if all(part["mode"] == "frozen" for part in parts.values()):
             yield _Problem("trainable: every part is frozen, so nothing would be trained", ("trainable",))
         yield from _watching_conflicts(train, measured=bool(data.eval))
+
+
+def _placement_conflicts(config: Config) -> Iterator[_Problem]:
+    """One process that takes all GPUs leaves none for other ranks."""
+    for axis, size in config.parallel.model_dump().items():
+        if isinstance(size, int) and size > 1:
+            text = f"parallel.{axis} is {size}: model.placement=spread is for one process alone"
+            yield _Problem(text, (f"parallel.{axis}", "model.placement"))
 
 
 def _loss_conflicts(task: Task, loss: Loss) -> Iterator[_Problem]:
@@ -250,6 +269,16 @@ def _metric_conflicts(config: Config) -> Iterator[_Problem]:
     if best is not None and not _is_metric(best, (*known, "loss")):
         text = f"train.best is {show(best)}: with task {config.task} one of loss, {', '.join(known)}"
         yield _Problem(text, ("train.best", "task"))
+
+
+def _generation_conflicts(config: Config) -> Iterator[_Problem]:
+    """A cut stream and a pipeline give losses, but no answers to measure."""
+    axes = [axis for axis in ("cp", "pp") if getattr(config.parallel, axis) > 1]
+    named = {"eval.metrics": config.eval.metrics, "train.best": config.train.best}
+    for key, value in named.items():
+        if axes and value not in (None, "loss", ("loss",), ()):
+            text = f"{key} is {show(value)}: it needs generated answers, which parallel.{axes[0]} > 1 does not give"
+            yield _Problem(f"{text}: leave it out, and measure the run afterwards", (key, f"parallel.{axes[0]}"))
 
 
 def _is_metric(name: str, known: Sequence[str]) -> bool:

@@ -13,15 +13,10 @@ class Later(NamedTuple):
 
 
 LATER = {
-    "parallel.tp": Later("tensor parallel"),
-    "parallel.cp": Later("context parallel"),
-    "parallel.pp": Later("pipeline parallel"),
-    "parallel.pp_schedule": Later("pipeline parallel"),
     "parallel.vision_ranks": Later("vision on ranks of its own"),
     "model.attention": Later("choosing the attention kernel"),
-    "model.quantize": Later("training on quantized weights"),
+    "model.quantize": Later("training on weights in 8 bits", ("int8",)),
     "train.features": Later("keeping the features of a frozen vision tower"),
-    "train.offload": Later("offloading to the machine's memory"),
     "train.hang_s": Later("noticing a hang"),
     "train.on_nonfinite": Later("going back to a checkpoint", ("rollback",)),
     "curriculum": Later("a schedule of pixel budgets"),

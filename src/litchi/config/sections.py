@@ -96,7 +96,11 @@ class Model(Section):
     attention: Literal["auto", "sdpa", "varlen", "flash"] = "auto"
     """Attention kernel; `auto` takes the fastest the machine has. `varlen` and `flash` need a GPU."""
     quantize: Literal["none", "int8", "nf4"] = "none"
-    """Frozen weights in 8 or 4 bits."""
+    """What the linears of the language layers are held in, frozen or under LoRA: `nf4`, 4 bits with scales in 8 bits
+    (QLoRA); needs `pip install 'litchi[quant]'`."""
+    placement: Literal["one", "spread"] = "one"
+    """`spread`: one process lays the layers over all GPUs it sees, one at work at a time. For measuring a model that
+    fits no single GPU, and for a quick look; to train on several GPUs start a rank for each."""
 
 
 class Part(Section):
@@ -278,7 +282,8 @@ class Train(Section):
     checkpoint_activations: bool = False
     """Compute layers twice instead of keeping what they leave: less memory, about a third more time."""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """What is held in the machine's memory instead of the GPU's."""
+    """What is held in the machine's memory instead of the GPU's: the optimizer's state and update, or with `all` the
+    weights and their gradients too (sharded weights only, `parallel.dp_shard` above 1)."""
     features: Literal["off", "cache", "precompute"] = "off"
     """Features of a frozen vision tower: computed each time, kept from the first, or computed before step 1."""
     log_every: Positive = 1
@@ -421,7 +426,7 @@ SAME_NUMBERS = (
     *("output", "track", "eval", "parallel", "data.eval", "data.workers", "data.verify", "model.attention"),
     *("train.log_every", "train.eval_every", "train.save_every", "train.keep", "train.best", "train.early_stop"),
     *("train.hang_s", "train.export", "train.micro_batch_tokens", "train.checkpoint_activations", "train.offload"),
-    *("train.features", "train.deterministic"),
+    *("train.features", "train.deterministic", "model.placement"),
 )
 
 

@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from litchi.batch.balance import split_costs
 from litchi.batch.collate import CountUnits
 from litchi.batch.index import SourceIndex
 from litchi.batch.loader import Corpus, Picks, iterate_picks
-from litchi.batch.schedule import split_costs
 from litchi.data.processor import END_OF_TURN, Processor
 from litchi.data.render import Renderer
 from litchi.dist import Ranks, gather_objects, max_ranks, sum_ranks
-from litchi.errors import UserError
+from litchi.errors import UsageError, UserError
 from litchi.evaluate.ranking import RankingReport, ScoredGroup, ranking_metrics
 from litchi.evaluate.text import text_metrics
+from litchi.model.flops import read_costs
 from litchi.model.generate import generate_greedy
 from litchi.parallel.apply import Wrapped
 from litchi.types import ChatSample, RerankSample
@@ -51,10 +52,16 @@ class EvalSet:
     def corpus(self) -> Corpus:
         return Corpus((self.index,), (self.renderer,))
 
-    def share(self, ranks: Ranks, micro_batch_tokens: int) -> list[Picks]:
+    def share(self, wrapped: Wrapped, micro_batch_tokens: int) -> list[Picks]:
         """This rank's micro-batches; as many as every other rank has."""
-        costs = [self.index.rows[i].tokens for i in self.rows]
-        micro = split_costs(costs, ranks.world, micro_batch_tokens)[ranks.rank]
+        costs = read_costs(wrapped.owner.hf.config.to_dict(), scored=self.renderer.task == "rerank")
+        work = [self.index.rows[i].work(self.index.rows[i].documents or None) for i in self.rows]
+        micro = split_costs(
+            [costs.cost(w) for w in work],
+            wrapped.data_ranks,
+            micro_batch_tokens,
+            tokens=[w.tokens for w in work],
+        )[wrapped.data_rank]
         return [[(i, self.index.rows[i].documents or None) for i in batch] for batch in micro]
 
 
@@ -115,16 +122,19 @@ def score_set(wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure, progr
     Raises:
         UserError: a score is not finite; it names the document and what was computed in.
     """
-    picks = data.share(ranks, how.micro_batch_tokens)
+    picks = data.share(wrapped, how.micro_batch_tokens)
     mine, total, units = [], 0.0, 0.0
-    batches = iterate_picks(data.corpus, picks, workers=how.workers, count_units=how.count_units)
+    batches = iterate_picks(
+        data.corpus, picks, workers=how.workers, count_units=how.count_units, pictures=wrapped.pictures
+    )
     for number, batch in enumerate(batches):
-        with wrapped.compute():
-            out = wrapped.model(batch)
-        scores = out.scores.float().cpu()
-        total, units = total + float(out.loss), units + batch.units
-        for (row, _), (a, b) in zip(picks[number], batch.groups, strict=True):
-            mine.append((row, batch.doc_ids[a:b], scores[a:b].tolist()))
+        out = wrapped.evaluate(batch)
+        if out is not None and wrapped.leads:
+            assert out.scores is not None
+            scores = out.scores.float().cpu()
+            total, units = total + float(out.loss), units + batch.units
+            for (row, _), (a, b) in zip(picks[number], batch.groups, strict=True):
+                mine.append((row, batch.doc_ids[a:b], scores[a:b].tolist()))
         if progress is not None:
             progress(number + 1, len(picks))
     groups = sorted((group for share in gather_objects(mine) for group in share), key=lambda group: group[0])
@@ -198,10 +208,11 @@ def measure_chat(
 
 def _chat_loss(wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure) -> float:
     total = units = 0.0
-    for batch in iterate_picks(data.corpus, data.share(ranks, how.micro_batch_tokens), workers=how.workers):
-        with wrapped.compute():
-            total += float(wrapped.model(batch).loss)
-        units += batch.units
+    picks = data.share(wrapped, how.micro_batch_tokens)
+    for batch in iterate_picks(data.corpus, picks, workers=how.workers, pictures=wrapped.pictures):
+        out = wrapped.evaluate(batch)
+        total += float(out.loss) if out is not None else 0.0  # parts, where ranks share a batch
+        units += batch.units if wrapped.leads else 0
     total, units = sum_ranks(total, units)
     return total / units
 
@@ -211,16 +222,19 @@ def generate_set(
 ) -> list[tuple[str, str, str, dict[str, Any]]]:
     """Greedy answers to every row's last turn: (id, answer, reference, fields), in the order of the file."""
     processor = data.renderer.processor
+    _refuse_generation(wrapped)
     stop = stop_ids(wrapped, processor)
-    picks = data.share(ranks, how.micro_batch_tokens)
+    picks = data.share(wrapped, how.micro_batch_tokens)
     alive = (lambda here: max_ranks(float(here))[0] > 0) if wrapped.sharded else (lambda here: here)
     mine = []
-    for number, batch in enumerate(iterate_picks(data.corpus, picks, workers=how.workers, prompts=True)):
+    prompts = iterate_picks(data.corpus, picks, workers=how.workers, prompts=True, pictures=wrapped.pictures)
+    for number, batch in enumerate(prompts):
         with wrapped.compute():
             answers = generate_greedy(
                 wrapped.owner, batch, stop=stop, max_new_tokens=how.max_new_tokens, anyone_alive=alive
             )
-        mine += [(row, processor.decode(a.ids)) for (row, _), a in zip(picks[number], answers, strict=True)]
+        if wrapped.leads:
+            mine += [(row, processor.decode(a.ids)) for (row, _), a in zip(picks[number], answers, strict=True)]
         if progress is not None:
             progress(number + 1, len(picks))
     out = []
@@ -230,6 +244,16 @@ def generate_set(
         reference = "".join(p for p in sample.turns[-1].parts if isinstance(p, str))
         out.append((sample.id, answer, reference, dict(sample.fields)))
     return out
+
+
+def _refuse_generation(wrapped: Wrapped) -> None:
+    """Answers grow token by token, which a cut stream and a pipeline cannot."""
+    for axis, size in (("cp", wrapped.layout.cp), ("pp", wrapped.layout.pp)):
+        if size > 1:
+            raise UsageError(
+                f"parallel.{axis}={size} gives losses and scores, but no generated answers",
+                remedy=f"Generate from the run with parallel.{axis}=1",
+            )
 
 
 def stop_ids(wrapped: Wrapped, processor: Processor) -> tuple[int, ...]:

@@ -1,14 +1,17 @@
 """What trains: each part frozen, full or LoRA, by module path; and adapters as PEFT writes them.
 
-LoRA is injected by path per part, because a list of suffixes also hits the vision tower. `import peft` is slow, so
-it happens only where an adapter is.
+LoRA is injected by path per part, because a list of suffixes also hits the vision tower. Its tensors are drawn by
+seed and name, so that a start is the same in every layout. `import peft` is slow, so it happens only where an adapter
+is.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +21,20 @@ from torch import Tensor, nn
 from litchi.errors import UsageError
 from litchi.model.build import Loaded
 from litchi.model.family import PARTS, Family
+from litchi.model.weights import (
+    Slices,
+    fill_parameters,
+    is_adapter_tensor,
+    load_weights,
+    plain_name,
+    read_header,
+)
 
 if TYPE_CHECKING:
     from litchi.config import Lora, Trainable
 
 ADAPTER = "default"  # PEFT's name of the only adapter
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def apply_trainable(loaded: Loaded, trainable: Trainable) -> dict[str, str]:
@@ -52,14 +64,14 @@ def apply_trainable(loaded: Loaded, trainable: Trainable) -> dict[str, str]:
     elif lora_parts:
         add_lora(loaded, lora_parts, trainable.lora)
     for name, parameter in loaded.hf.named_parameters():
-        mode = modes[loaded.family.part_of(_plain_name(name))]
-        parameter.requires_grad_(_is_lora(name) if mode == "lora" else mode == "full")
+        mode = modes[loaded.family.part_of(plain_name(name))]
+        parameter.requires_grad_(is_adapter_tensor(name) if mode == "lora" else mode == "full")
     return modes
 
 
 def _go_on(loaded: Loaded, lora_parts: list[str]) -> None:
     """Check that an adapter that is already there (model.adapter) has layers in just the parts that train as LoRA."""
-    there = {loaded.family.part_of(_plain_name(n)) for n, _ in loaded.hf.named_parameters() if _is_lora(n)}
+    there = {loaded.family.part_of(plain_name(n)) for n, _ in loaded.hf.named_parameters() if is_adapter_tensor(n)}
     odd = sorted(there ^ set(lora_parts))
     if odd:
         have = ", ".join(sorted(there))
@@ -71,7 +83,10 @@ def _go_on(loaded: Loaded, lora_parts: list[str]) -> None:
 
 
 def add_lora(loaded: Loaded, parts: list[str], lora: Lora) -> None:
-    """Inject LoRA layers into the linears of some parts, in place. A: random by the global seed; B: zero."""
+    """Inject LoRA layers into the linears of some parts, in place.
+
+    They have no values where the base has none yet (`fill_lora`); else they are drawn by torch's global seed.
+    """
     from peft import LoraConfig
 
     targets = [name for p in parts for name in lora_targets(loaded.hf, loaded.family, p, lora.targets)]
@@ -83,15 +98,49 @@ def add_lora(loaded: Loaded, parts: list[str], lora: Lora) -> None:
         target_modules="|".join(re.escape(t) for t in targets),  # a regular expression over whole paths
     )
     _inject(config, loaded.hf)
+    device = _device(loaded.hf)
+    if device.type != "meta":
+        fill_lora(loaded.hf, torch.initial_seed(), device)
 
 
 def _inject(config: Any, hf: nn.Module) -> None:
+    """Layers without values: what PEFT draws depends on the order of modules, and `fill_lora` does not."""
     from peft import inject_adapter_in_model
 
-    inject_adapter_in_model(config, hf, ADAPTER)
+    inject_adapter_in_model(config, hf, ADAPTER, low_cpu_mem_usage=True)
     for name, parameter in hf.named_parameters():
-        if _is_lora(name):
+        if is_adapter_tensor(name):
             parameter.data = parameter.data.float()  # small and trained: full precision beside a bf16 base
+
+
+def _device(hf: nn.Module) -> torch.device:
+    """Of the base."""
+    return next(p.device for name, p in hf.named_parameters() if not is_adapter_tensor(name))
+
+
+def fill_lora(hf: nn.Module, seed: int, device: torch.device) -> None:
+    """Draw LoRA's A as PEFT does and set B to zero, in place; each rank takes its shards of one and the same draw."""
+
+    def read(name: str, part: Slices) -> Tensor:
+        whole = torch.empty(shapes[name])
+        if ".lora_B." in name:
+            return whole[part].zero_()
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        draw = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=draw)
+        return whole[part]
+
+    shapes = {name: parameter.shape for name, parameter in hf.named_parameters()}
+    fill_parameters(hf, device, read, is_adapter_tensor)
+
+
+def fill_weights(hf: nn.Module, folder: Path, *, adapter: Path | None, seed: int, device: torch.device) -> None:
+    """Give every parameter its value: the base's from its files, LoRA's from an adapter or drawn by the seed."""
+    load_weights(hf, folder, device)
+    if adapter is not None:
+        fill_adapter(hf, adapter, device)
+    else:
+        fill_lora(hf, seed, device)
 
 
 def lora_targets(hf: nn.Module, family: Family, name: str, wanted: tuple[str, ...] | None) -> list[str]:
@@ -118,17 +167,8 @@ def _in(family: Family, path: str, name: str) -> bool:
     return family.part_of(path) == name
 
 
-def _is_lora(name: str) -> bool:
-    return ".lora_A." in name or ".lora_B." in name
-
-
-def _plain_name(name: str) -> str:
-    """A parameter's name without what PEFT puts into it."""
-    return name.replace(".base_layer", "").split(".lora_")[0]
-
-
 def uses_lora(hf: nn.Module) -> bool:
-    return any(_is_lora(name) for name, _ in hf.named_parameters())
+    return any(is_adapter_tensor(name) for name, _ in hf.named_parameters())
 
 
 # ------------------------------------------------------------------------------------------------- adapter folders
@@ -136,12 +176,20 @@ def uses_lora(hf: nn.Module) -> bool:
 
 def adapter_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Names of LoRA tensors as PEFT and vLLM expect them in adapter_model.safetensors."""
-    return {f"base_model.model.{n.replace(f'.{ADAPTER}.', '.')}": t for n, t in state.items() if _is_lora(n)}
+    return {_adapter_key(name): t for name, t in state.items() if is_adapter_tensor(name)}
 
 
-def adapter_config(hf: nn.Module, base: str) -> dict[str, Any]:
-    """adapter_config.json as PEFT holds it, with explicit module paths: loaded elsewhere it hits the same layers."""
-    targets = sorted(n.removesuffix(".lora_A") for n, _ in hf.named_modules() if n.endswith(".lora_A"))
+def _adapter_key(name: str) -> str:
+    return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
+
+
+def adapter_config(hf: nn.Module, names: Iterable[str], base: str) -> dict[str, Any]:
+    """adapter_config.json as PEFT holds it, with explicit module paths: loaded elsewhere it hits the same layers.
+
+    Args:
+        names: of all LoRA tensors; a stage of a pipeline has some of the layers.
+    """
+    targets = sorted({name.split(".lora_")[0] for name in names})
     config = hf.peft_config[ADAPTER].to_dict()  # type: ignore[union-attr,index,operator]
     return {**config, "base_model_name_or_path": base, "target_modules": targets, "inference_mode": True}
 
@@ -149,23 +197,24 @@ def adapter_config(hf: nn.Module, base: str) -> dict[str, Any]:
 def load_adapter(loaded: Loaded, folder: Path) -> None:
     """Put a PEFT adapter folder onto a model, in place; every key must find its place.
 
+    Where the base has no values yet the adapter's come with them, by `fill_adapter`.
+
     Raises:
         UsageError: not an adapter folder, or missing or unexpected keys, with counts.
     """
     from peft import LoraConfig
-    from safetensors.torch import load_file
 
-    path = folder / "adapter_model.safetensors"
+    path = folder / ADAPTER_WEIGHTS
     if not path.is_file() or not (folder / "adapter_config.json").is_file():
         raise UsageError(
-            "not an adapter folder", where=folder, why="adapter_config.json and adapter_model.safetensors are needed"
+            "not an adapter folder", where=folder, why=f"adapter_config.json and {ADAPTER_WEIGHTS} are needed"
         )
     config = LoraConfig.from_pretrained(str(folder))
     _inject(config, loaded.hf)
-    want = adapter_state(dict(loaded.hf.named_parameters()))
-    have = load_file(path)
+    want = {name: tuple(t.shape) for name, t in adapter_state(dict(loaded.hf.named_parameters())).items()}
+    have = read_header(path, folder)
     missing, unexpected = sorted(want.keys() - have.keys()), sorted(have.keys() - want.keys())
-    unlike = sorted(n for n in want.keys() & have.keys() if want[n].shape != have[n].shape)
+    unlike = sorted(n for n in want.keys() & have.keys() if want[n] != have[n])
     if missing or unexpected or unlike:
         raise UsageError(
             f"the adapter has {len(missing)} missing keys, {len(unexpected)} unexpected ones and {len(unlike)} of "
@@ -174,10 +223,22 @@ def load_adapter(loaded: Loaded, folder: Path) -> None:
             why="an adapter that does not fit would leave the base model as it is",
             remedy="Give the model it was trained on (model.path)",
         )
-    with torch.no_grad():
-        for name, parameter in want.items():
-            parameter.copy_(have[name])
     loaded.hf.requires_grad_(False)
+    device = _device(loaded.hf)
+    if device.type != "meta":
+        fill_adapter(loaded.hf, folder, device)
+
+
+def fill_adapter(hf: nn.Module, folder: Path, device: torch.device) -> None:
+    """Read the tensors of an adapter that `load_adapter` has put onto the model, in place; each rank its shards."""
+    from safetensors import safe_open
+
+    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as opened:
+
+        def read(name: str, part: Slices) -> Tensor:
+            return opened.get_slice(_adapter_key(name))[part]
+
+        fill_parameters(hf, device, read, is_adapter_tensor)
 
 
 def adapter_base(folder: Path) -> str | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,12 +49,14 @@ class Plan:
     """What attends to what in one forward. An opaque object, so that FSDP's and checkpointing's walks skip it.
 
     `full` are the pieces of ordinary layers, `window` those of the vision tower's windowed layers; `cache` is the
-    `KeyValueCache` while generating (`model/generate.py`).
+    `KeyValueCache` while generating (`model/generate.py`); `sequence` trades tokens for heads where several ranks
+    hold the stream (`parallel/sequence.py`).
     """
 
     full: Sequence[Piece]
     window: Sequence[Piece] | None = None
     cache: object | None = field(default=None, repr=False)
+    sequence: Any = field(default=None, repr=False)
 
 
 def span_pieces(spans: Sequence[Span]) -> list[Piece]:
@@ -310,8 +313,11 @@ def spans_attention(
         if decoded is not None:
             return decoded[None], None
     pieces = plan.window if plan.window is not None and module.windowed else plan.full
-    # under autocast rope hands back fp32 queries and keys beside bf16 values
-    return PieceAttention.apply(q.to(v.dtype), k.to(v.dtype), v, pieces, scale)[None], None
+    q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast rope hands back fp32 queries and keys beside bf16 values
+    if plan.sequence is None:
+        return PieceAttention.apply(q, k, v, pieces, scale)[None], None
+    out = PieceAttention.apply(*plan.sequence.to_heads(q, k, v), pieces, scale)
+    return plan.sequence.to_tokens(out)[None], None
 
 
 def register() -> None:

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from litchi.data.processor import Processor, load_processor
 from litchi.errors import MachineError, UsageError
 from litchi.model import attention
 from litchi.model.family import Family, find_family, part
+from litchi.model.quantize import quantize_language
 from litchi.model.scoring import ask_rows
 from litchi.model.vision import mark_windowed
+from litchi.model.weights import load_weights, match_weights
 
 BUILTIN = "builtin:tiny"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -115,14 +116,20 @@ def read_config(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def load_model(folder: Path, *, dtype: torch.dtype) -> Loaded:
-    """Load a model folder whole, or refuse.
+def build_model(folder: Path, *, dtype: torch.dtype, quantize: str = "none") -> Loaded:
+    """Build a model from a folder, its parameters on the meta device; buffers that no file holds are real.
 
     The class is chosen by `model_type`, never by the folder's name. Every tensor of the class must be in the files
-    and every tensor of the files in the class (a tied head is the one exception).
+    and every tensor of the files in the class (a tied head is the one exception): their headers are compared here,
+    and `load_weights` reads the tensors when the model has its layout. Nothing trains.
+
+    Args:
+        dtype: of the parameters.
+        quantize: `nf4` lets the language layers hold their weights in 4 bits.
 
     Raises:
-        UsageError: not of the family, or tensors are missing, unexpected or of another shape, with counts.
+        UsageError: not of the family, or tensors are missing, unexpected or of another shape, with counts;
+        MachineError: what quantizes is not installed.
     """
     import transformers
 
@@ -132,37 +139,43 @@ def load_model(folder: Path, *, dtype: torch.dtype) -> Loaded:
     kind = getattr(transformers, family.architecture)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    processor = load_processor(folder)  # before the weights, which take longer to read
-    try:
-        hf, report = kind.from_pretrained(
-            folder,
-            dtype=dtype,
-            output_loading_info=True,
-            local_files_only=True,
-            ignore_mismatched_sizes=True,  # so that they are in the report, and refused by us
-        )
-    except (OSError, SafetensorError) as error:
-        raise UsageError("the weights could not be read", where=folder, why=str(error).splitlines()[0][:200]) from error
-    _refuse_partial(report, folder)
+    processor = load_processor(folder)
+    settings = kind.config_class.from_pretrained(folder, local_files_only=True)
+    settings.name_or_path = str(folder)
+    with torch.device("meta"):
+        hf = kind._from_config(settings, dtype=dtype)
+    hf.weight_sources = match_weights(hf, folder)
+    own = (folder / "generation_config.json").is_file()
+    elsewhere = {} if own else {"config_file_name": "config.json", "_from_model_config": True}
+    hf.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True, **elsewhere)
+    _make_buffers(hf)
     hf.set_attn_implementation(attention.NAME)
     hf.requires_grad_(False)
+    hf.eval()
     head = part(hf, family.head)
     tied = head.weight is part(hf, family.embedding).weight
     ask_rows(head)
     mark_windowed(part(hf, family.vision))
+    if quantize == "nf4":
+        quantize_language(hf, family)
     return Loaded(hf=hf, family=family, processor=processor, folder=folder, tied=tied)
 
 
-def _refuse_partial(report: dict[str, Any], folder: Path) -> None:
-    for name in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        found = sorted(map(str, report.get(name) or ()))
-        if found:
-            raise UsageError(
-                f"{len(found)} {name.replace('_', ' ')} in the weights, the first {found[0]}",
-                where=folder,
-                why="a model is loaded whole or not at all",
-                remedy="Download it again, or check that config.json and the weights belong together",
-            )
+def _make_buffers(hf: nn.Module) -> None:
+    """Compute what no file holds, as the modules do by themselves: the frequencies of the rotary embeddings."""
+    for module in list(hf.modules()):
+        buffers = dict(module.named_buffers(recurse=False))
+        if buffers:
+            fresh = dict(type(module)(module.config).named_buffers(recurse=False))  # type: ignore[call-arg,arg-type]
+            for name in buffers:
+                setattr(module, name, fresh[name])
+
+
+def load_model(folder: Path, *, dtype: torch.dtype) -> Loaded:
+    """Build a model and load its weights whole onto the CPU, or refuse as `build_model` does."""
+    loaded = build_model(folder, dtype=dtype)
+    load_weights(loaded.hf, folder, torch.device("cpu"))
+    return loaded
 
 
 def quiet_libraries() -> None:

@@ -16,6 +16,19 @@ PARTS = ("vision", "merger", "language", "head")
 
 
 @dataclass(frozen=True)
+class Cut:
+    """A module of a layer as tensor parallel cuts it; the names are those of its linears."""
+
+    module: str
+    columns: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    fused: str | None = None
+
+
+Cuts = tuple[Cut, ...]
+
+
+@dataclass(frozen=True)
 class Family:
     """Names of a model class of transformers. Paths are those of `named_modules()`.
 
@@ -34,12 +47,24 @@ class Family:
     language: str = "model.language_model"
     head: str = "lm_head"
     embedding: str = "model.language_model.embed_tokens"
+    norm: str = "model.language_model.norm"
     language_layers: str = "model.language_model.layers"
     vision_blocks: str = "model.visual.blocks"
     patch_embedding: str = "model.visual.patch_embed"
     language_linears: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     vision_linears: tuple[str, ...] = ("qkv", "proj", "gate_proj", "up_proj", "down_proj")
     merger_linears: tuple[str, ...] = ("0", "2")
+    # how tensor parallel cuts a layer: modules whose input every rank holds, in them linears cut by output features,
+    # one that holds queries, keys and values of all heads in one (cut by heads), and linears cut by input features
+    language_cuts: Cuts = (
+        Cut("self_attn", columns=("q_proj", "k_proj", "v_proj"), rows=("o_proj",)),
+        Cut("mlp", columns=("gate_proj", "up_proj"), rows=("down_proj",)),
+    )
+    vision_cuts: Cuts = (
+        Cut("attn", fused="qkv", rows=("proj",)),
+        Cut("mlp", columns=("gate_proj", "up_proj"), rows=("down_proj",)),
+    )
+    merger_cuts: Cuts = (Cut("mlp", columns=("0",), rows=("2",)),)
 
     def part_of(self, name: str) -> str:
         """The part a parameter or module belongs to. A tied head has no parameter of its own: it is language."""
@@ -65,6 +90,7 @@ FAMILIES = {
         architecture="Qwen2VLForConditionalGeneration",
         windowed=False,
         vision_linears=("qkv", "proj", "fc1", "fc2"),
+        vision_cuts=(Cut("attn", fused="qkv", rows=("proj",)), Cut("mlp", columns=("fc1",), rows=("fc2",))),
     ),
 }
 
@@ -85,3 +111,9 @@ def find_family(config: dict[str, Any], where: object) -> Family:
 def part(model: nn.Module, path: str) -> nn.Module:
     """The submodule at a path of the family."""
     return model.get_submodule(path)
+
+
+def has_part(model: nn.Module, path: str) -> bool:
+    """Whether the submodule is here: a stage of a pipeline lacks some."""
+    parent, _, name = path.rpartition(".")
+    return getattr(model.get_submodule(parent), name) is not None

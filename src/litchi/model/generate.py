@@ -40,8 +40,8 @@ class KeyValueCache:
             self._listen(layer, k, v)
             return None
         keys, values = self.layers[layer]
-        alive = self.alive
-        assert alive is not None
+        assert self.alive is not None
+        alive = self.alive.to(k.device)  # layers may be on several devices
         at = self.lengths.to(k.device)[alive]
         keys[alive, at], values[alive, at] = k, v.to(values.dtype)
         longest = int(self.lengths[alive.cpu()].max()) + 1

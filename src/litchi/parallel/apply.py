@@ -1,45 +1,84 @@
-"""Parallelism applied from outside: checkpointing, then DDP or FSDP2. Nothing in the model knows."""
+"""Parallelism applied from outside, axis by axis. Nothing in the model knows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from litchi.dist import Ranks
-from litchi.model.family import part
-from litchi.model.forward import LitchiModel
-from litchi.parallel.mesh import Layout
+from litchi.model.family import has_part, part
+from litchi.model.forward import LitchiModel, Output
+from litchi.parallel.collectives import Group
+from litchi.parallel.mesh import Layout, gradients_wait
+from litchi.parallel.pictures import SharedPictures
+from litchi.parallel.pipeline import Pipeline, cut_stage, first_trained
+from litchi.parallel.sequence import SequenceCut
+from litchi.parallel.tensor import TensorCut, cut_linears
+from litchi.types import Batch
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
 class Wrapped:
-    """The owner as it is called (`model`) and as it is (`owner`)."""
+    """The owner as it is called (`model`) and as it is (`owner`), and how its ranks work together."""
 
     model: nn.Module
     owner: LitchiModel
     layout: Layout
-    data_ranks: int
+    rank: int
     precision: str
+    tensor: TensorCut | None = None
+    pipeline: Pipeline | None = None
+    waits: bool = True  # gradients of sharded ranks, for the last micro-batch
+
+    @property
+    def data_rank(self) -> int:
+        return self.layout.data_rank(self.rank)
+
+    @property
+    def data_ranks(self) -> int:
+        return self.layout.data_ranks
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for its batch: its counts and scores are those of the ranks that share it."""
+        return self.layout.leads(self.rank)
+
+    @property
+    def pictures(self) -> tuple[int, int]:
+        """The share of a batch's pictures that is decoded here: which of how many; (0, 0) is none."""
+        shares = self.owner.shares
+        if not shares.first:
+            return 0, 0
+        return (0, 1) if shares.pictures is None else (shares.pictures.group.rank, shares.pictures.group.size)
 
     @property
     def sharded(self) -> bool:
-        return self.layout.dp_shard > 1
+        return isinstance(self.model, FSDPModule)
 
     @property
     def wrapper(self) -> str:
         """The wrapper really taken, read off the object."""
         if isinstance(self.model, DistributedDataParallel):
             return "DDP"
-        return self.layout.wrapper if isinstance(self.model, FSDPModule) else "none"
+        return self.layout.wrapper if self.sharded else "none"
 
     def compute(self) -> AbstractContextManager:
         """The precision of a forward. FSDP2 casts by itself."""
@@ -47,11 +86,59 @@ class Wrapped:
             return nullcontext()
         return torch.autocast(self.owner.device.type, COMPUTE[self.precision])
 
+    def run(
+        self,
+        batches: Sequence[Batch],
+        forward: Callable[[int, Tensor | None], Tensor],
+        backward: Callable[[Tensor, Tensor | None], None],
+    ) -> None:
+        """Take the micro-batches of a step forwards and backwards; gradients are reduced over ranks in the last one.
+
+        Args:
+            forward: (number, hidden states from the stage before) -> the loss, or hidden states for the next stage.
+            backward: (what `forward` gave, its gradient where the next stage says it).
+        """
+
+        def back(number: int, out: Tensor, grad: Tensor | None) -> None:
+            with self._synchronise(last=number == len(batches) - 1):
+                backward(out, grad)
+
+        if self.pipeline is not None:
+            self.pipeline.run([self.owner.part(b).tokens for b in batches], forward, back)
+            return
+        for number in range(len(batches)):
+            with self._synchronise(last=number == len(batches) - 1):  # DDP looks at it in the forward too
+                backward(forward(number, None), None)
+
+    def evaluate(self, batch: Batch) -> Output | None:
+        """A forward without gradients; None on stages of the pipeline that have no outcome."""
+        with self.compute():
+            if self.pipeline is None:
+                return self.model(batch)
+            tokens = self.owner.part(batch).tokens
+            return self.pipeline.forward_only(tokens, lambda came: self.model(batch, came))
+
+    def finish_gradients(self) -> None:
+        """Sum what ranks have parts of: once a step, behind the last backward."""
+        if self.tensor is not None:
+            self.tensor.sum_partial()
+        if self.pipeline is not None:
+            self.pipeline.sum_tied()
+
+    def copies(self, parameter: Tensor) -> int:
+        """How many ranks hold the same piece of a parameter."""
+        copies = self.layout.stage_ranks
+        if isinstance(parameter, DTensor):
+            mesh, places = parameter.device_mesh, parameter.placements
+            copies //= math.prod(mesh.size(axis) for axis, place in enumerate(places) if not place.is_replicate())
+        tied = None if self.pipeline is None or self.pipeline.tied is None else self.pipeline.tied.weight
+        return copies * 2 if parameter is tied else copies  # on the first stage and on the last
+
     @contextmanager
-    def synchronise(self, *, last: bool) -> Iterator[None]:
-        """Reduce gradients over ranks in the last micro-batch of a step only."""
+    def _synchronise(self, *, last: bool) -> Iterator[None]:
         if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(last)
+            self.model.set_requires_gradient_sync(last or not self.waits)
+            self.model.set_is_last_backward(last)
             yield
         elif isinstance(self.model, DistributedDataParallel) and not last:
             with self.model.no_sync():
@@ -60,73 +147,174 @@ class Wrapped:
             yield
 
     def vision_modules(self) -> tuple[nn.Module, ...]:
-        """The vision tower, its merger included."""
-        return (part(self.owner.hf, self.owner.family.vision),)
+        """The vision tower, its merger included; none on later stages."""
+        return (part(self.owner.hf, self.owner.family.vision),) if self.owner.shares.first else ()
 
 
-def apply_parallel(owner: LitchiModel, layout: Layout, ranks: Ranks, *, precision: str, checkpoint: bool) -> Wrapped:
+def apply_parallel(
+    owner: LitchiModel,
+    layout: Layout,
+    ranks: Ranks,
+    *,
+    precision: str,
+    checkpoint: bool,
+    tied: bool = False,
+    offload: bool = False,
+    fill: Callable[[], None] | None = None,
+) -> Wrapped:
     """Wrap the owner. Its trainable parts are set and adapters are in place.
 
     Args:
-        owner: on the CPU or the rank's device.
+        owner: on the meta device, or with its weights.
         layout: sizes of the axes.
         ranks: this process.
         precision: fp32, bf16 or fp16 compute.
         checkpoint: compute activations twice instead of keeping them.
+        tied: whether the head is the embedding.
+        offload: keep shards, gradients and optimizer state in the machine's memory (FSDP2).
+        fill: gives the parameters that are left their values, on this rank's device.
     """
+    wrapped = Wrapped(owner, owner, layout, ranks.rank, precision)
     if checkpoint:
         owner.hf.activation_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    owner.always_vision = _always_vision(owner, layout, ranks)
-    model: nn.Module = owner
-    if layout.dp_shard > 1:
-        _shard(owner, layout, ranks, precision)
+        # transformers makes the embeddings' outputs require gradients, for the reentrant kind: a frozen tower would
+        # pay a whole backward for nothing
+        owner.hf.disable_input_require_grads()  # type: ignore[operator]
+    owner.always_vision = _always_vision(owner, layout)
+    if layout.ranks > 1:
+        mesh = Mesh(layout, ranks.device.type)
+        _share_batch(wrapped, mesh, ranks, tied=tied)
+        if layout.wrapper in ("FSDP2", "HSDP"):
+            _shard(wrapped, mesh, ranks, offload=offload)
+    if fill is not None:
+        fill()
     else:
         owner.to(ranks.device)
-        if layout.dp_replicate > 1 and any(p.requires_grad for p in owner.parameters()):
-            devices = [ranks.device.index] if ranks.device.type == "cuda" else None
-            model = DistributedDataParallel(owner, device_ids=devices, forward_sync_buffers=False)
-    return Wrapped(model, owner, layout, layout.dp_replicate * layout.dp_shard, precision)
+    if layout.wrapper == "DDP" and any(p.requires_grad for p in owner.parameters()):
+        devices = [ranks.device.index] if ranks.device.type == "cuda" else None
+        wrapped.model = DistributedDataParallel(owner, device_ids=devices, forward_sync_buffers=False)
+    return wrapped
 
 
-def _always_vision(owner: LitchiModel, layout: Layout, ranks: Ranks) -> bool:
-    """Whether a batch without a picture calls the vision tower all the same, with weight zero.
+def _whole_gradient(parameter: Tensor) -> int:
+    """Elements of a gradient before it is reduced: of what tp cuts, this rank's part."""
+    if not isinstance(parameter, DTensor):
+        return parameter.numel()
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or ()
+    return parameter.numel() // (mesh.size(names.index("tp")) if "tp" in names else 1)
+
+
+def _always_vision(owner: LitchiModel, layout: Layout) -> bool:
+    """Whether a batch without a picture calls the vision tower all the same, on a blank.
 
     Ranks must run the same collectives, those of the tower's gradients and of its shards; and where nothing else
     trains, a loss without the tower would have no gradient at all.
     """
     trained = {n for n, p in owner.hf.named_parameters() if p.requires_grad}
     vision = {n for n in trained if n.startswith(f"{owner.family.vision}.")}
-    return trained == vision or (ranks.world > 1 and (bool(vision) or layout.dp_shard > 1))
+    return trained == vision or layout.wrapper in ("FSDP2", "HSDP") or (layout.wrapper == "DDP" and bool(vision))
 
 
-def _shard(owner: LitchiModel, layout: Layout, ranks: Ranks, precision: str) -> None:
+class Mesh:
+    """The mesh of a layout. FSDP2 shards over `shards`, dp_shard and cp in one: ranks of cp hold other tokens, as
+    ranks of data do."""
+
+    def __init__(self, layout: Layout, device_type: str):
+        sizes = (layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp)
+        self.joined = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "shards", "tp"))
+        self.axes = self.joined._unflatten("shards", (layout.dp_shard, layout.cp), ("dp_shard", "cp"))
+        self.sharding = self.joined["shards"] if layout.dp_replicate == 1 else self.joined["dp_replicate", "shards"]
+
+    def group(self, *axes: str) -> Group:
+        """The ranks of an axis, or of neighbouring axes in one."""
+        mesh = self.axes[axes[0]] if len(axes) == 1 else self.axes[axes]._flatten("_".join(axes))
+        return Group(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+
+
+def _share_batch(wrapped: Wrapped, mesh: Mesh, ranks: Ranks, *, tied: bool) -> None:
+    """The axes whose ranks work on one batch: pp cuts the layers, tp each layer, cp the token stream."""
+    owner, layout, shares = wrapped.owner, wrapped.layout, wrapped.owner.shares
+    place = layout.place(ranks.rank)
+    vision_trains = any(p.requires_grad for p in part(owner.hf, owner.family.vision).parameters())
+    shares.speaks = place.tp == place.cp == 0
+    if layout.pp > 1:
+        wrapped.pipeline = _make_pipeline(wrapped, mesh, ranks, tied=tied)
+        shares.first, shares.last = wrapped.pipeline.first, wrapped.pipeline.last
+    if layout.tp > 1:
+        wrapped.tensor = cut = TensorCut(mesh.group("tp"), mesh.joined["tp"])
+        cut_linears(owner.hf, owner.family, cut, vision=vision_trains and shares.first)
+        shares.tensor = cut.group
+        shares.silent_embedding = tied and place.tp > 0
+        _know_partial(owner, cut, tied=tied)
+    if layout.cp > 1:
+        shares.sequence = SequenceCut(mesh.group("cp"))
+    same_pictures = ("cp",) if vision_trains else ("cp", "tp")
+    if any(getattr(layout, axis) > 1 for axis in same_pictures):
+        group = mesh.group(*same_pictures)  # made by all ranks, also by those of stages without a tower
+        shares.pictures = SharedPictures(group, owner.spec.merge) if shares.first else None
+
+
+def _know_partial(owner: LitchiModel, cut: TensorCut, *, tied: bool) -> None:
+    """Rows of the head are shared out over tp, so its gradient is a part; a tied embedding's is then too."""
+    if owner.shares.last:
+        cut.partial += list(part(owner.hf, owner.family.head).modules())
+    elif tied and owner.shares.first:
+        cut.partial.append(part(owner.hf, owner.family.embedding))
+
+
+def _make_pipeline(wrapped: Wrapped, mesh: Mesh, ranks: Ranks, *, tied: bool) -> Pipeline:
+    """Leave this stage its layers, and say where gradients go back to."""
+    owner, group = wrapped.owner, mesh.group("pp")
+    layers, embedding = part(owner.hf, owner.family.language_layers), part(owner.hf, owner.family.embedding)
+    norm = next(p for p in layers.parameters() if p.ndim == 1 and p.is_floating_point())
+    trains_from = first_trained(owner.hf, owner.family, group.size)
+    cut_stage(owner.hf, owner.family, group.rank, group.size, tied=tied)
+    return Pipeline(
+        group,
+        wrapped.layout.pp_schedule,
+        width=int(embedding.embedding_dim),  # type: ignore[arg-type]
+        dtype=norm.dtype if wrapped.layout.wrapper == "none" else COMPUTE[wrapped.precision],
+        device=ranks.device,
+        trains_from=trains_from,
+        tied=embedding if tied else None,
+    )
+
+
+def _shard(wrapped: Wrapped, mesh: Mesh, ranks: Ranks, *, offload: bool) -> None:
     """FSDP2 groups: every block and layer, the patch embedding, the merger, embedding and head, then the owner."""
-    family, hf = owner.family, owner.hf
-    sizes, names = (layout.dp_replicate, layout.dp_shard), ("dp_replicate", "dp_shard")
-    mesh = init_device_mesh(ranks.device.type, sizes, mesh_dim_names=names)
-    if layout.dp_replicate == 1:
-        mesh = mesh["dp_shard"]
+    owner, layout, precision = wrapped.owner, wrapped.layout, wrapped.precision
+    family, hf, shares = owner.family, owner.hf, owner.shares
     policy = MixedPrecisionPolicy(
         param_dtype=None if precision == "fp32" else COMPUTE[precision],
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # positions and rope's cos and sin must stay as they are
     )
+    owner.computes_on = ranks.device if offload else None
+    kept = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if offload else OffloadPolicy()
 
-    def shard(module: nn.Module | list[nn.Module], **kwargs) -> None:
-        fully_shard(module, mesh=mesh, mp_policy=policy, **kwargs)  # type: ignore[arg-type]
+    def shard(module: nn.Module | list[nn.Module], *, gather_once: bool = False) -> None:
+        # a stage calls its layers many times a step: gathering them each time would cost more than they weigh
+        again = not gather_once and layout.pp == 1
+        fully_shard(module, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=again, offload_policy=kept)  # type: ignore[arg-type]
 
-    for block in part(hf, family.vision_blocks).children():
-        shard(block)
-    shard(part(hf, family.patch_embedding))
-    shard(part(hf, family.merger))
+    if shares.first:
+        for block in part(hf, family.vision_blocks).children():
+            shard(block)
+        shard(part(hf, family.patch_embedding))
+        shard(part(hf, family.merger))
     for layer in part(hf, family.language_layers).children():
         shard(layer)
-    embedding, head = part(hf, family.embedding), part(hf, family.head)
-    if embedding.weight is head.weight:  # two groups would hold one tensor
-        shard([embedding, head], reshard_after_forward=False)
+    ends = [part(hf, name) for name in (family.embedding, family.head) if has_part(hf, name)]
+    if len(ends) == 2 and ends[0].weight is ends[1].weight:  # two groups would hold one tensor
+        shard(ends, gather_once=True)
     else:
-        shard(embedding)
-        shard(head, reshard_after_forward=False)  # it is called once per chunk of the loss
-    shard(owner)
+        for end in ends:
+            shard(end, gather_once=True)  # the head is called once per chunk of the loss
+    fully_shard(owner, mesh=mesh.sharding, mp_policy=policy, offload_policy=kept)
     for method in ("hidden", "next_hidden"):
         register_fsdp_forward_method(owner, method)
+    if ranks.device.type == "cuda":
+        whole = sum(_whole_gradient(p) for p in owner.parameters() if p.requires_grad)
+        wrapped.waits = gradients_wait(whole, torch.cuda.get_device_properties(ranks.device).total_memory)
+    wrapped.model = owner

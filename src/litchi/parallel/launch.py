@@ -1,4 +1,4 @@
-"""Start the ranks of this machine with torch's elastic launcher, and hand their exit status on."""
+"""Start the ranks of this machine with torch's elastic launcher and hand their exit status on; join them as one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import signal
 import sys
 import uuid
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from litchi.errors import StoppedError, UserError
+
+if TYPE_CHECKING:
+    from litchi.dist import Ranks
 
 
 def launched() -> bool:
@@ -24,6 +28,25 @@ def default_procs() -> int:
     import torch
 
     return max(1, torch.cuda.device_count())
+
+
+def ranks_to_start(procs: int | None) -> int:
+    """1 where a launcher has started the ranks; else what was asked for; else one per GPU, or one."""
+    from litchi.parallel.accelerate import lone_ranks
+
+    if launched():
+        return 1
+    return procs or lone_ranks(os.environ, _parent_command()) or default_procs()
+
+
+def _parent_command() -> list[str]:
+    """Command line of the process that started this one."""
+    import psutil
+
+    try:
+        return psutil.Process(os.getppid()).cmdline()
+    except psutil.Error:  # it has ended, or is another user's
+        return []
 
 
 def run_ranks(arguments: Sequence[str], procs: int) -> int:
@@ -70,6 +93,19 @@ def run_ranks(arguments: Sequence[str], procs: int) -> int:
     except SignalException as error:  # the ranks got it too, saved what they had, and said so
         raise StoppedError(f"stopped by {error.sigval.name}", remedy="The same command resumes") from None
     return 0
+
+
+def join_ranks() -> Ranks:
+    """Become one of the ranks a launcher started, or the only one, on the cores next to its GPU."""
+    import socket
+
+    from litchi.dist import gather_objects, start_ranks
+    from litchi.parallel.numa import pin_cores
+
+    ranks = start_ranks()
+    host = socket.gethostname()
+    pin_cores(ranks.device, local_rank=ranks.local_rank, local_world=gather_objects(host).count(host))
+    return ranks
 
 
 def _has_network() -> bool:

@@ -1,8 +1,9 @@
-"""Which layout: sizes of the data axes, checked against the ranks there are. Pure."""
+"""Which layout: sizes of the axes, checked against the ranks there are, and where a rank stands. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from litchi.errors import UsageError
@@ -10,20 +11,106 @@ from litchi.errors import UsageError
 if TYPE_CHECKING:
     from litchi.config import Parallel
 
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # the last changes fastest: its ranks are neighbours
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands on each axis."""
+
+    pp: int = 0
+    dp_replicate: int = 0
+    dp_shard: int = 0
+    cp: int = 0
+    tp: int = 0
+
 
 @dataclass(frozen=True)
 class Layout:
-    """`dp_replicate` copies of the weights, each sharded over `dp_shard` ranks; all of them see different data."""
+    """Sizes of the axes.
 
-    dp_replicate: int
-    dp_shard: int
+    Args:
+        dp_replicate: copies of the weights that see different data.
+        dp_shard: ranks that share the weights of a copy and see different data.
+        tp: ranks that cut every layer between them.
+        cp: ranks that cut the token stream between them.
+        pp: ranks that each hold some of the layers.
+        pp_schedule: order in which they work.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    pp_schedule: str = "1f1b"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """In the order of `AXES`."""
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def data_ranks(self) -> int:
+        """How many batches are under way at a time: ranks of tp, cp and pp work on the same one."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Ranks whose gradients the wrapper averages. Those of cp hold different tokens, so they are among them."""
+        return self.data_ranks * self.cp
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks that hold the same layers, whole or in part."""
+        return self.ranks // self.pp
 
     @property
     def wrapper(self) -> str:
-        """What the model is wrapped in."""
+        """What the model is wrapped in. DDP takes no cut tensors and no stages, so FSDP2 averages for these."""
         if self.dp_shard > 1:
             return "HSDP" if self.dp_replicate > 1 else "FSDP2"
-        return "DDP" if self.dp_replicate > 1 else "none"
+        if self.gradient_ranks == 1:
+            return "none"
+        return "DDP" if self.tp == self.pp == 1 else "FSDP2"
+
+    def place(self, rank: int) -> Place:
+        """Where a rank stands."""
+        at = {}
+        for axis in reversed(AXES):
+            rank, at[axis] = divmod(rank, getattr(self, axis))
+        return Place(**at)
+
+    def data_rank(self, rank: int) -> int:
+        """Which batch a rank works on: 0 to data_ranks - 1."""
+        place = self.place(rank)
+        return place.dp_replicate * self.dp_shard + place.dp_shard
+
+    def leads(self, rank: int) -> bool:
+        """Whether a rank speaks for its batch: the one of its tp, cp and pp ranks that has the scores."""
+        place = self.place(rank)
+        return place.tp == 0 and place.cp == 0 and place.pp == self.pp - 1
+
+    def dropout_rank(self, rank: int) -> int:
+        """Ranks of tp compute the same activations, or parts of one layer's, so they drop alike; all others not."""
+        return rank // self.tp
+
+    def __str__(self) -> str:
+        named = [f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
+        return " x ".join(named) or "one process"
+
+
+def gradients_wait(trained: float, memory_bytes: float) -> bool:
+    """Whether sharded ranks keep whole gradients until the last micro-batch of a step, or reduce them in each.
+
+    Waiting sends them once a step and takes 4 bytes a trained parameter, so it is done while that is at most an eighth
+    of a device's memory.
+    """
+    return 4 * trained <= memory_bytes / 8
 
 
 def choose_layout(parallel: Parallel, world: int, *, fits_whole: bool) -> Layout:
@@ -35,25 +122,39 @@ def choose_layout(parallel: Parallel, world: int, *, fits_whole: bool) -> Layout
         fits_whole: whether weights, gradients and optimizer state of the whole model fit on one device twice over.
 
     The rule of `auto`: copies (DDP) when the whole training state takes at most half of a device's memory, else
-    shards over all ranks (FSDP2).
+    shards over all ranks (FSDP2). tp, cp and pp are taken when they are given.
 
     Raises:
         UsageError: the axes' product is not the number of ranks, with both numbers.
     """
+    given = Layout(tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, pp_schedule=parallel.pp_schedule)
+    if world % given.ranks:
+        raise UsageError(
+            f"parallel: {given} needs a multiple of {given.ranks} ranks, but there are {world}",
+            remedy=f"Start {given.ranks} or {2 * given.ranks} ranks (--procs), or change parallel",
+        )
+    free = world // given.ranks
     replicate, shard = parallel.dp_replicate, parallel.dp_shard
     if replicate is None and shard is None:
-        return Layout(world, 1) if fits_whole or world == 1 else Layout(1, world)
+        return replace(given, dp_replicate=free) if fits_whole else replace(given, dp_shard=free)
     if replicate is None or shard is None:
-        given = replicate or shard or 1
-        if world % given:
+        size = replicate or shard or 1
+        if free % size:
             raise UsageError(
-                f"parallel.{'dp_replicate' if shard is None else 'dp_shard'}={given} does not divide {world} ranks",
-                remedy=f"Start a multiple of {given} ranks (--procs)",
+                f"parallel.{'dp_replicate' if shard is None else 'dp_shard'}={size} does not divide {free} ranks"
+                + (f" ({world} / {given})" if given.ranks > 1 else ""),
+                remedy=f"Start a multiple of {size * given.ranks} ranks (--procs)",
             )
-        return Layout(given, world // given) if shard is None else Layout(world // given, given)
-    if replicate * shard != world:
+        replicate, shard = (size, free // size) if shard is None else (free // size, size)
+    found = replace(given, dp_replicate=replicate, dp_shard=shard)
+    if found.ranks != world:
+        parts = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, found.sizes, strict=True) if _shown(axis, size))
         raise UsageError(
-            f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}, but there are {world} ranks",
-            remedy=f"Start {replicate * shard} ranks (--procs) or change parallel",
+            f"{parts} = {found.ranks}, but there are {world} ranks",
+            remedy=f"Start {found.ranks} ranks (--procs) or change parallel",
         )
-    return Layout(replicate, shard)
+    return found
+
+
+def _shown(axis: str, size: int) -> bool:
+    return size > 1 or axis.startswith("dp_")

@@ -19,8 +19,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from litchi import __version__
-from litchi.dist import Ranks, barrier
+from litchi.dist import Ranks, barrier, gather_objects
 from litchi.errors import UserError
+from litchi.train.offload import OffloadedOptimizer, state_like
 
 MANIFEST = "manifest.json"
 
@@ -92,7 +93,7 @@ def save_checkpoint(
         "litchi": __version__,
         "torch": torch.__version__,
         "ranks": ranks.world,
-        "tensors": {name: list(t.shape) for name, t in state.items()},
+        "tensors": _shapes(state),
         **facts,
     }
     if ranks.is_main:
@@ -106,6 +107,12 @@ def save_checkpoint(
     return Checkpoint(place, manifest)
 
 
+def _shapes(state: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """Name -> shape of the tensors of all ranks: a stage of a pipeline has some of them."""
+    own = {name: list(tensor.shape) for name, tensor in state.items()}
+    return dict(sorted(pair for shapes in gather_objects(own) for pair in shapes.items()))
+
+
 def load_checkpoint(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Restore every tensor, or refuse.
 
@@ -115,7 +122,7 @@ def load_checkpoint(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.o
     saved = checkpoint.manifest["tensors"]
     state = trainable_state(model)
     want = {name: shape for name, shape in saved.items() if name.startswith("model.")}
-    have = {name: list(tensor.shape) for name, tensor in state.items()}
+    have = _shapes(state)
     odd = sorted(name for name in want.keys() | have.keys() if want.get(name) != have.get(name))
     if odd:
         raise UserError(
@@ -128,6 +135,8 @@ def load_checkpoint(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.o
         state |= _make_optimizer_state(model, optimizer, saved)
     with torch.no_grad():
         dcp.load(state, checkpoint_id=checkpoint.folder)
+    if isinstance(optimizer, OffloadedOptimizer):
+        optimizer.read_weights()
 
 
 def _make_optimizer_state(
@@ -135,15 +144,20 @@ def _make_optimizer_state(
 ) -> dict[str, Tensor]:
     """Give the optimizer the state tensors a checkpoint has, in place and empty, to be filled."""
     parameters = {name.removeprefix("module."): p for name, p in model.named_parameters()}
-    counts = {p: _counts_on(group, p) for group in optimizer.param_groups for p in group["params"]}
+    counts = {
+        p: _counts_on(group, state_like(optimizer, p)) for group in optimizer.param_groups for p in group["params"]
+    }
     out = {}
     for full, shape in saved.items():
         if not full.startswith("optim."):
             continue
         _, key, name = full.split(".", 2)
+        if name not in parameters:
+            continue  # another stage's
         parameter = parameters[name]
         device = counts[parameter]
-        tensor = torch.zeros_like(parameter) if shape else torch.zeros((), dtype=torch.float32, device=device)
+        like = state_like(optimizer, parameter)
+        tensor = torch.zeros_like(like) if shape else torch.zeros((), dtype=torch.float32, device=device)
         optimizer.state[parameter][key] = out[full] = tensor
     return out
 

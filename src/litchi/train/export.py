@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from litchi import __version__
-from litchi.dist import Ranks, barrier
+from litchi.dist import Ranks, barrier, max_ranks
 from litchi.errors import UserError
 from litchi.model.adapters import ADAPTER, adapter_config, adapter_state, uses_lora
 from litchi.model.forward import LitchiModel
+from litchi.model.quantize import NF4Linear
+from litchi.parallel.mesh import Layout
+from litchi.parallel.pipeline import bring_together
 
 MANIFEST = "litchi.json"
 SHARD_BYTES = 4 * 2**30
@@ -47,6 +50,7 @@ def export_model(
     ranks: Ranks,
     facts: Mapping[str, Any],
     *,
+    layout: Layout | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> bool:
@@ -59,6 +63,7 @@ def export_model(
         base: folder of the base model, for its config and processor files.
         out: the folder; one that is there is replaced.
         facts: for the manifest: base, task, template, pixel limits, settings, step.
+        layout: of the ranks; None: every rank has all layers.
         dtype: of the written weights; None keeps what they are held in.
         shard_bytes: size at which a file of weights is closed.
 
@@ -68,6 +73,7 @@ def export_model(
     Raises:
         UserError: LoRA layers exist and all of them are zero: merging would change nothing.
     """
+    layout = layout or Layout()
     _refuse_unchanged(owner.hf)
     part = out.with_name(f".{out.name}.part")
     if ranks.is_main:
@@ -80,10 +86,12 @@ def export_model(
         **facts,
         "dtype": str(written).removeprefix("torch."),
     }
-    _write_shards(merged_tensors(owner.hf, written), part, owner.hf, ranks, shard_bytes)
+    merged = bring_together(merged_tensors(owner.hf, written), layout, ranks.rank)
+    _write_shards(merged, part, owner.hf, ranks, shard_bytes)
     adapter = is_adapter(owner.hf)
     if adapter:
-        _write_adapter(owner, base, part / "adapter", ranks, body)
+        state = bring_together(adapter_tensors(owner.hf), layout, ranks.rank)
+        _write_adapter(owner, dict(state), base, part / "adapter", ranks, body)
     if ranks.is_main:
         _copy_config(base, part, owner, body["dtype"])
         _copy_processor(base, part, owner)
@@ -95,8 +103,11 @@ def export_model(
 
 
 def is_adapter(hf: nn.Module) -> bool:
-    """Whether LoRA layers are all that differs from the base: full parts beside them do not fit into an adapter."""
-    return uses_lora(hf) and all(".lora_" in name for name, p in hf.named_parameters() if p.requires_grad)
+    """Whether LoRA layers are all that differs from the base: full parts beside them do not fit into an adapter.
+    Collective."""
+    full = any(".lora_" not in name for name, p in hf.named_parameters() if p.requires_grad)
+    lora, beside = max_ranks(float(uses_lora(hf)), float(full))
+    return bool(lora) and not beside
 
 
 def identify_base(path: str) -> str:
@@ -107,7 +118,8 @@ def identify_base(path: str) -> str:
 def _refuse_unchanged(hf: nn.Module) -> None:
     """Before anything is written: a LoRA whose B is zero everywhere would give the base again. Collective."""
     up = [whole(p) for name, p in hf.named_parameters() if ".lora_B." in name]
-    if up and not any(b.any() for b in up):
+    some, learnt = max_ranks(float(len(up)), float(any(b.any() for b in up)))
+    if some and not learnt:
         raise UserError(
             "the merged model would be the base model",
             why="every LoRA B matrix is zero: nothing was learnt",
@@ -116,16 +128,27 @@ def _refuse_unchanged(hf: nn.Module) -> None:
 
 
 def merged_tensors(hf: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Names of the base and whole tensors on the CPU, LoRA folded in, a tied head once. Collective when sharded."""
+    """Names of the base and whole tensors on the CPU, out of 4 bits, LoRA folded in, a tied head once. Collective when
+    sharded."""
     for name, parameter in hf.named_parameters():
         if ".lora_" in name:
             continue
         value = whole(parameter)
+        holder = hf.get_submodule(name.rpartition(".")[0])
+        if isinstance(holder, NF4Linear) and parameter is holder.weight:
+            value = holder.unpack(value, torch.float32)
         if name.endswith(".base_layer.weight"):
             layer: Any = hf.get_submodule(name.removesuffix(".base_layer.weight"))
             a, b = whole(layer.lora_A[ADAPTER].weight), whole(layer.lora_B[ADAPTER].weight)
             value = value.float() + (b.float() @ a.float()) * layer.scaling[ADAPTER]
         yield name.replace(".base_layer.", "."), value.to(dtype)
+
+
+def adapter_tensors(hf: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names and whole tensors of LoRA layers on the CPU. Collective when sharded."""
+    for name, parameter in hf.named_parameters():
+        if ".lora_" in name:
+            yield name, whole(parameter)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -221,16 +244,17 @@ def _set_pixels(picture: dict[str, Any], owner: LitchiModel) -> None:
         picture["min_pixels"], picture["max_pixels"] = low, high
 
 
-def _write_adapter(owner: LitchiModel, base: Path, out: Path, ranks: Ranks, facts: Mapping[str, Any]) -> None:
+def _write_adapter(
+    owner: LitchiModel, state: dict[str, Tensor], base: Path, out: Path, ranks: Ranks, facts: Mapping[str, Any]
+) -> None:
     """A PEFT folder with processor and manifest of its own, so that it can be moved and opened alone."""
     from safetensors.torch import save_file
 
-    state = {n: whole(p) for n, p in owner.hf.named_parameters() if ".lora_" in n}
     if ranks.is_main:
         out.mkdir()
         body = {k: v.contiguous() for k, v in adapter_state(state).items()}
         save_file(body, out / "adapter_model.safetensors", metadata={"format": "pt"})
-        _write_json(out / "adapter_config.json", adapter_config(owner.hf, facts["base"]))
+        _write_json(out / "adapter_config.json", adapter_config(owner.hf, state, facts["base"]))
         _copy_processor(base, out, owner)
         _write_json(out / MANIFEST, facts)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from types import FrameType
 
 from litchi.errors import StoppedError
@@ -23,7 +24,8 @@ class StopRequest:
         self.signal: signal.Signals | None = None
 
     def __enter__(self) -> StopRequest:
-        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        ours = SIGNALS if threading.current_thread() is threading.main_thread() else ()  # in a thread Ray has them
+        self._before = {number: signal.signal(number, self._note) for number in ours}
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -104,7 +104,7 @@ def _steps(run: Run, first: int, request: StopRequest, watch: BestWatch) -> int:
     step = first - 1
     for step, batches, waited in loader:
         start = time.perf_counter()
-        torch.manual_seed(step_seed(config.train.seed, step, run.ranks.rank))
+        torch.manual_seed(step_seed(config.train.seed, step, run.wrapped.layout.dropout_rank(run.ranks.rank)))
         rate = rate_at(step, total=total, warmup=run.derived.warmup_steps, schedule=config.optim.schedule)
         result = train_step(run.trainer, step, batches, rate)
         facts = _step_facts(run, batches, result, time.perf_counter() - start, waited)
@@ -133,9 +133,9 @@ def step_seed(seed: int, step: int, rank: int) -> int:
 
 
 def _step_facts(run: Run, batches: Sequence[Batch], result: StepResult, step_s: float, waited: float) -> dict[str, Any]:
-    """What a line of metrics.jsonl says besides the step's numbers. `balance`: heaviest rank / mean, in tokens."""
-    own = sum(b.tokens for b in batches), step_s + waited, peak_bytes(run.ranks.device)
-    costs, seconds, peaks = zip(*gather_numbers(*own), strict=True)
+    """What a line of metrics.jsonl says besides the step's numbers. The balances are of planned cost, not measured."""
+    seconds, peaks = zip(*gather_numbers(step_s + waited, peak_bytes(run.ranks.device)), strict=True)
+    balance = run.plan.balance(result.step)
     speed, top = result.tokens / max(seconds), peak_flops(run.ranks.device)
     weights = sum(p.numel() for p in run.wrapped.owner.parameters())
     return {
@@ -145,7 +145,8 @@ def _step_facts(run: Run, batches: Sequence[Batch], result: StepResult, step_s: 
         "tokens_per_s": speed,
         "mfu": None if top is None else 6 * weights * speed / top / run.ranks.world,
         "peak_bytes": [int(p) for p in peaks],
-        "balance": max(costs) * len(costs) / sum(costs),
+        "balance": balance.rank,
+        "balance_micro": balance.micro,
         "micro_batches": len(batches),
     }
 
@@ -194,7 +195,7 @@ def _finish(run: Run, last: int, watch: BestWatch) -> None:
     if run.config.train.export == "end":
         facts = {k: v for k, v in run.facts.items() if k != "numbers"} | {"step": exported}
         out = run.folder / "export"
-        adapter = export_model(run.wrapped.owner, run.loaded.folder, out, run.ranks, facts)
+        adapter = export_model(run.wrapped.owner, run.loaded.folder, out, run.ranks, facts, layout=run.wrapped.layout)
         run.log.say(f"export of step {exported}: {out}" + (f", its adapter in {out / 'adapter'}" if adapter else ""))
     if run.ranks.is_main:
         append_line(run.folder / "done.json", {"step": last, "exported": exported})

@@ -116,7 +116,7 @@ def export_target(name: str, out: Path, overrides: Sequence[str], ranks: Ranks) 
         "settings": known.get("settings", config.model_dump(mode="json")),
         "step": known["step"],
     }
-    export_model(wrapped.owner, resolve_model(config.model.path), out, ranks, facts)
+    export_model(wrapped.owner, resolve_model(config.model.path), out, ranks, facts, layout=wrapped.layout)
 
 
 def format_report(report: dict[str, Any]) -> str:

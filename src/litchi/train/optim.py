@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from litchi.model.family import Family
+from litchi.train.offload import OffloadedOptimizer
 
 if TYPE_CHECKING:
     from litchi.config import Config
@@ -60,10 +61,15 @@ def build_optimizer(model: nn.Module, family: Family, config: Config, *, prefix:
                 "weight_decay": settings.weight_decay if decays else 0.0,
             }
         )
-    if settings.name == "sgd":
-        return torch.optim.SGD(params, lr=settings.lr)
-    sharded = any(isinstance(p, DTensor) for g in params for p in g["params"])
-    return torch.optim.AdamW(params, lr=settings.lr, betas=settings.betas, fused=not sharded)
+    meshes = {p.device_mesh if isinstance(p, DTensor) else None for g in params for p in g["params"]}
+    each = None if len(meshes) == 1 else False  # one kernel for all takes tensors of one mesh only
+
+    def make(params: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        if settings.name == "sgd":
+            return torch.optim.SGD(params, lr=settings.lr, foreach=each)
+        return torch.optim.AdamW(params, lr=settings.lr, betas=settings.betas, foreach=each, fused=meshes == {None})
+
+    return OffloadedOptimizer(params, make) if config.train.offload == "optimizer" else make(params)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, share: float) -> float:

@@ -6,6 +6,7 @@ Settings and ranks in, one `Run` out. Order matters: the data is checked before 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,18 +23,24 @@ from litchi.data.templates import find_template
 from litchi.dist import Ranks, barrier, gather_objects
 from litchi.errors import DataError, MachineError, UsageError
 from litchi.evaluate.run import EvalSet
-from litchi.model.adapters import apply_trainable, load_adapter
+from litchi.model.adapters import apply_trainable, fill_weights, load_adapter
 from litchi.model.attention import kernel_name
-from litchi.model.build import DTYPES, Loaded, load_model, resolve_model
+from litchi.model.build import DTYPES, Loaded, build_model, read_config, resolve_model
+from litchi.model.family import part
+from litchi.model.flops import read_costs
 from litchi.model.forward import LitchiModel
+from litchi.model.sizes import check_axes
 from litchi.parallel.apply import COMPUTE, Wrapped, apply_parallel
-from litchi.parallel.mesh import choose_layout
+from litchi.parallel.mesh import Layout, choose_layout
+from litchi.parallel.placement import Placement, find_devices, list_units, plan_placement, spread_model
 from litchi.train.checkpoint import Checkpoint
 from litchi.train.export import identify_base
 from litchi.train.losses import make_loss
 from litchi.train.metrics import RunLog, append_line
+from litchi.train.offload import check_offload
 from litchi.train.optim import build_optimizer
 from litchi.train.progress import count_progress
+from litchi.train.reach import check_reach
 from litchi.train.step import Trainer
 
 
@@ -78,19 +85,21 @@ def prepare_run(config: Config, ranks: Ranks, folder: Path) -> Run:
     base = resolve_model(config.model.path, first=ranks.local_rank == 0, wait=barrier)
     precision = choose_precision(config.train.precision, ranks.device)
     corpus, eval_sets = index_data(config, load_processor(base), ranks)  # before the weights, which take minutes
-    loaded = load_model(base, dtype=choose_dtype(config, ranks.device))
+    loaded = build_model(base, dtype=choose_dtype(config, ranks.device), quantize=config.model.quantize)
     epochs = _epoch_plan(config, corpus)
+    wrapped = build_wrapped(
+        config, loaded, corpus.renderers[0].processor, ranks, precision, adapter=_path(config.model.adapter)
+    )
     derived = derive(
         config,
         samples=sum(epochs.counts),
-        ranks=ranks.world,
+        ranks=wrapped.data_ranks,
         mean_tokens=sum(s.tokens for s in corpus.sources) / sum(corpus.sizes),
         device_type=ranks.device.type,
     )
     run_log = RunLog(
         folder, main=ranks.is_main, tensorboard=tensorboard, total=derived.steps, every=config.train.log_every
     )
-    wrapped = build_wrapped(config, loaded, corpus.renderers[0].processor, ranks, precision)
     _quarantine(config, corpus, eval_sets, run_log, folder)
     optimizer = build_optimizer(wrapped.model, loaded.family, config)
     scaler = torch.amp.GradScaler("cuda") if precision == "fp16" else None
@@ -100,8 +109,16 @@ def prepare_run(config: Config, ranks: Ranks, folder: Path) -> Run:
         epochs=epochs,
         negatives=config.data.negatives,
         micro_batch_tokens=resolve_micro_batch_tokens(config, ranks.device.type),
-        rank=ranks.rank,
+        rank=wrapped.data_rank,
         ranks=wrapped.data_ranks,
+        least=2 * wrapped.layout.pp if wrapped.layout.pp > 1 else 1,
+        pictures=wrapped.pictures,
+        costs=read_costs(
+            read_config(base),
+            scored=config.task == "rerank",
+            trainable=config.trainable,
+            checkpoint=config.train.checkpoint_activations,
+        ),
     )
     run = Run(config, ranks, folder, run_log, plan, eval_sets, derived, loaded, wrapped, trainer)
     _describe(run)
@@ -130,9 +147,11 @@ def scan_files(
 
 
 def index_data(config: Config, processor: Processor, ranks: Ranks) -> tuple[Corpus, list[EvalSet]]:
-    """Scan training and evaluation files; bad rows are decided on here."""
+    """Scan training and evaluation files; machines that cannot read them and bad rows are decided on here."""
+    check_reach((source.path for source in (*config.data.train, *config.data.eval)), ranks)
     corpus = scan_files(config, config.data.train, processor, ranks)
     measured = scan_files(config, config.data.eval, processor, ranks)
+    check_reach((path for index in corpus.sources + measured.sources for path in index.media), ranks)
     refuse_bad(corpus.sources + measured.sources, config)
     check_ids(measured)
     sets = [
@@ -173,25 +192,35 @@ def choose_precision(wanted: str, device: torch.device) -> str:
 
 
 def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """What weights are held in. `auto`: bfloat16 on a GPU when no part trains in full and nothing is sharded
-    (FSDP2 wants one type per group, and LoRA's are fp32); float32 otherwise."""
+    """What weights are held in. `auto`: bfloat16 on a GPU when no part trains in full, float32 otherwise."""
     if config.model.dtype != "auto":
         return DTYPES[config.model.dtype]
     parts = (config.trainable.vision, config.trainable.merger, config.trainable.language, config.trainable.head)
-    light = all(p.mode != "full" for p in parts) and (config.parallel.dp_shard or 1) == 1
+    light = all(p.mode != "full" for p in parts)
     return torch.bfloat16 if device.type == "cuda" and light and config.train.precision != "fp32" else torch.float32
 
 
 def build_wrapped(
-    config: Config, loaded: Loaded, processor: Processor, ranks: Ranks, precision: str, *, training: bool = True
+    config: Config,
+    loaded: Loaded,
+    processor: Processor,
+    ranks: Ranks,
+    precision: str,
+    *,
+    adapter: Path | None = None,
+    training: bool = True,
 ) -> Wrapped:
-    """Set what trains (nothing, unless `training`), make the owner and wrap it."""
-    if config.model.adapter:
-        load_adapter(loaded, Path(config.model.adapter))
+    """Set what trains (nothing, unless `training`), make the owner, wrap it and read its weights.
+
+    Args:
+        loaded: on the meta device.
+        adapter: folder of the adapter to put on it; null: new additions where `trainable` wants them.
+    """
+    if adapter is not None:
+        load_adapter(loaded, adapter)
     if training:
-        torch.manual_seed(config.train.seed)  # LoRA's A, alike on all ranks
         apply_trainable(loaded, config.trainable)
-    layout = choose_layout(config.parallel, ranks.world, fits_whole=_fits_whole(loaded, ranks.device))
+    layout = _find_layout(config, loaded, ranks)
     score_loss, _ = make_loss(config.loss)
     template = find_template(config.data.template) if config.task == "rerank" else None
     owner = LitchiModel(
@@ -202,7 +231,54 @@ def build_wrapped(
         score_loss=score_loss,
     )
     owner.train()
-    return apply_parallel(owner, layout, ranks, precision=precision, checkpoint=config.train.checkpoint_activations)
+
+    placement = _find_placement(config, loaded, ranks)
+
+    def fill() -> None:
+        waits = placement is not None or config.train.offload == "all"
+        device = torch.device("cpu") if waits else ranks.device
+        fill_weights(loaded.hf, loaded.folder, adapter=adapter, seed=config.train.seed, device=device)
+        if placement is not None:
+            spread_model(loaded.hf, loaded.family, placement)
+
+    return apply_parallel(
+        owner,
+        layout,
+        ranks,
+        precision=precision,
+        checkpoint=config.train.checkpoint_activations,
+        tied=loaded.tied,
+        offload=config.train.offload == "all",
+        fill=fill,
+    )
+
+
+def _find_layout(config: Config, loaded: Loaded, ranks: Ranks) -> Layout:
+    """The layout of the settings, for a model in which what trains is set. UsageError where it cannot be cut so."""
+    layout = choose_layout(config.parallel, ranks.world, fits_whole=_fits_whole(loaded, ranks.device))
+    tower = part(loaded.hf, loaded.family.vision)
+    check_axes(
+        read_config(loaded.folder),
+        tp=layout.tp,
+        cp=layout.cp,
+        pp=layout.pp,
+        vision_trains=any(p.requires_grad for p in tower.parameters()),
+    )
+    check_offload(config.train.offload, layout)
+    return layout
+
+
+def _find_placement(config: Config, loaded: Loaded, ranks: Ranks) -> Placement | None:
+    """Where each layer goes if one process takes all GPUs; UsageError where they do not hold the model."""
+    if config.model.placement == "one":
+        return None
+    placement = plan_placement(list_units(loaded.hf, loaded.family), find_devices(ranks.world))
+    print(placement.line(), file=sys.stderr)
+    return placement
+
+
+def _path(name: str | None) -> Path | None:
+    return None if name is None else Path(name)
 
 
 def _fits_whole(loaded: Loaded, device: torch.device) -> bool:

@@ -7,15 +7,16 @@ sum the units over ranks -> each micro-batch gives a loss sum, scaled by data ra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from litchi.dist import Ranks, gather_objects, sum_ranks
 from litchi.errors import UserError
+from litchi.model.forward import Output
 from litchi.parallel.apply import Wrapped
 from litchi.train.optim import set_rate
 from litchi.types import Batch, StepResult
@@ -50,21 +51,22 @@ def train_step(trainer: Trainer, step: int, batches: Sequence[Batch], rate: floa
         UserError: a trainable tensor has no gradient, or the step is not finite and the policy is to stop.
     """
     wrapped = trainer.wrapped
+    counted = batches if wrapped.leads else ()  # those of a batch that several ranks share count once
     units, pictures, tokens, pixels = sum_ranks(
-        sum(b.units for b in batches),
-        sum(len(b.grids) for b in batches),
-        sum(b.tokens for b in batches if b.units),
-        sum(len(b.pixels) for b in batches) * wrapped.owner.spec.patch**2,
+        sum(b.units for b in counted),
+        sum(len(b.grids) for b in counted),
+        sum(b.tokens for b in counted if b.units),
+        sum(t * h * w for b in counted for t, h, w in b.grids) * wrapped.owner.spec.patch**2,
     )
     lr = set_rate(trainer.optimizer, rate)
-    losses = _accumulate(trainer, batches, wrapped.data_ranks / units)
+    losses = _accumulate(trainer, batches, wrapped.layout.gradient_ranks / units)
     (total,) = sum_ranks(sum(losses))
     total /= units
     if trainer.scaler is not None:
         trainer.scaler.unscale_(trainer.optimizer)
     if not pictures:
         _leave_vision_out(wrapped)
-    norm = gradient_norm(p for g in trainer.optimizer.param_groups for p in g["params"])
+    norm = gradient_norm((p for g in trainer.optimizer.param_groups for p in g["params"]), wrapped.copies)
     finite = math.isfinite(total) and math.isfinite(norm)
     if finite:
         _prove_gradients(trainer, pictures > 0)
@@ -89,18 +91,22 @@ def train_step(trainer: Trainer, step: int, batches: Sequence[Batch], rate: floa
 
 
 def _accumulate(trainer: Trainer, batches: Sequence[Batch], scale: float) -> list[float]:
-    """Forward and backward of all micro-batches; returns the loss sum of each."""
-    losses: list[Tensor] = []
-    for i, batch in enumerate(batches):
-        with trainer.wrapped.synchronise(last=i == len(batches) - 1):
-            with trainer.wrapped.compute():
-                out = trainer.wrapped.model(batch)
-            loss = out.loss * scale
-            if trainer.scaler is not None:
-                loss = trainer.scaler.scale(loss)
-            loss.backward()
-        losses.append(out.loss.detach().double())
-    return torch.stack(losses).tolist()  # the one place where the host waits for the device
+    """Forward and backward of all micro-batches; returns this rank's part of the loss sum of each."""
+    wrapped = trainer.wrapped
+    losses = torch.zeros(len(batches), dtype=torch.float64, device=wrapped.owner.device)
+
+    def forward(number: int, received: Tensor | None) -> Tensor:
+        with wrapped.compute():
+            out = wrapped.model(batches[number], received)
+        if not isinstance(out, Output):  # hidden states, for the next stage
+            return out
+        losses[number] = out.loss.detach()
+        loss = out.loss * scale
+        return loss if trainer.scaler is None else trainer.scaler.scale(loss)
+
+    wrapped.run(batches, forward, torch.autograd.backward)
+    wrapped.finish_gradients()
+    return losses.tolist()  # the one place where the host waits for the device
 
 
 def _suspects(batches: Sequence[Batch], losses: Sequence[float]) -> list[str]:
@@ -118,22 +124,25 @@ def _leave_vision_out(wrapped: Wrapped) -> None:
             parameter.grad = None
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """Norm of all gradients over all ranks, squares summed in fp64 (fp32 moved losses by 1e-5 between layouts)."""
-    squares: dict[int, list[Tensor]] = {}  # by how many ranks hold the same piece; 0: all of them, the whole of it
+def gradient_norm(parameters: Iterable[nn.Parameter], copies: Callable[[Tensor], int]) -> float:
+    """Norm of all gradients over all ranks, squares summed in fp64 (fp32 moved losses by 1e-5 between layouts).
+
+    Args:
+        copies: how many ranks hold the same piece of a parameter.
+    """
+    squares: dict[int, list[Tensor]] = {}  # by copies
     for parameter in parameters:
-        grad, copies = parameter.grad, 0
-        if grad is None:
-            continue
-        if isinstance(grad, DTensor):
-            mesh, places = grad.device_mesh, grad.placements
-            copies = math.prod(mesh.size(axis) for axis, place in enumerate(places) if isinstance(place, Replicate))
-            grad = grad.to_local()
-        squares.setdefault(copies, []).append(grad.double().pow(2).sum())
-    sums = {copies: float(torch.stack(parts).sum()) for copies, parts in squares.items()}
-    whole = sums.pop(0, 0.0)
-    (pieces,) = sum_ranks(sum(total / copies for copies, total in sums.items()))
-    return math.sqrt(whole + pieces)
+        grad = parameter.grad
+        if grad is not None:
+            local = grad.to_local() if isinstance(grad, DTensor) else grad
+            squares.setdefault(copies(parameter), []).append(local.double().pow(2).sum())
+    (total,) = sum_ranks(sum(_add_up(parts) / n for n, parts in squares.items()))
+    return math.sqrt(total)
+
+
+def _add_up(parts: Sequence[Tensor]) -> float:
+    """Parts lie on several devices where one process spreads a model over them."""
+    return float(torch.stack([part.to(parts[0].device) for part in parts]).sum())
 
 
 def _prove_gradients(trainer: Trainer, pictures: bool) -> None:

@@ -14,8 +14,8 @@ from litchi.config import Config, load_config
 from litchi.data.processor import load_processor
 from litchi.dist import Ranks, barrier
 from litchi.errors import UsageError
-from litchi.model.adapters import adapter_base, load_adapter
-from litchi.model.build import load_model, resolve_model
+from litchi.model.adapters import adapter_base
+from litchi.model.build import build_model, resolve_model
 from litchi.model.family import PARTS
 from litchi.parallel.apply import Wrapped
 from litchi.train.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, read_checkpoint
@@ -125,19 +125,20 @@ def _model_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What made the model of a checkpoint's run: its tensors only fit one with the same parts and LoRA layers."""
     trainable = settings["trainable"]
     parts = {f"trainable.{name}": trainable[name]["mode"] for name in PARTS}
-    made = {f"model.{name}": settings["model"][name] for name in ("adapter", "dtype")}
+    made = {f"model.{name}": settings["model"][name] for name in ("adapter", "dtype", "quantize")}
     return {**parts, "trainable.lora": trainable["lora"], **{k: v for k, v in made.items() if v is not None}}
 
 
 def open_target(target: Target, config: Config, ranks: Ranks) -> Wrapped:
     """Load the model of a target, ready to be measured."""
     folder = resolve_model(config.model.path, first=ranks.local_rank == 0, wait=barrier)
-    loaded = load_model(folder, dtype=choose_dtype(config, ranks.device))
+    loaded = build_model(folder, dtype=choose_dtype(config, ranks.device), quantize=config.model.quantize)
     processor = make_renderer(config, load_processor(folder), ".").processor
-    if target.adapter is not None:
-        load_adapter(loaded, target.adapter)
     precision = choose_precision(config.train.precision, ranks.device)
-    wrapped = build_wrapped(config, loaded, processor, ranks, precision, training=target.checkpoint is not None)
+    adapter = target.adapter if config.model.adapter is None else Path(config.model.adapter)
+    wrapped = build_wrapped(
+        config, loaded, processor, ranks, precision, adapter=adapter, training=target.checkpoint is not None
+    )
     if target.checkpoint is not None:
         load_checkpoint(target.checkpoint, wrapped.model, None)
     wrapped.model.eval()

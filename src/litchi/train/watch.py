@@ -25,6 +25,7 @@ def how_to_measure(config: Config, device: torch.device) -> Measure:
         slices=config.eval.slices,
         max_new_tokens=config.eval.max_new_tokens,
         micro_batch_tokens=resolve_micro_batch_tokens(config, device.type),
+        generate=config.parallel.cp == config.parallel.pp == 1,
         count_units=make_loss(config.loss)[1],
     )
 
