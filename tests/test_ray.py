@@ -58,7 +58,7 @@ def words(folder, name, *more):
 
 def litchi(folder, *argv):
     command = [sys.executable, "-m", "litchi", *argv]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
 
 
 @needs_ray
@@ -105,6 +105,6 @@ run_on_ray(body, 2, output="FOLDER/run")
 @pytest.mark.slow
 def test_a_lost_worker_is_started_again(tmp_path):
     code = CRASH.replace("FOLDER", str(tmp_path))
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert json.loads((tmp_path / "done-1").read_text()) == [0, 1] and (tmp_path / "start-1").exists()
