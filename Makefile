@@ -66,7 +66,7 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@$(INSTALL) '.[dev]'
 	@touch $(VENV)/.installed-core $@
 
-# with Ray, 20 s and 170 MB more, which the slow tests alone need
+# with Ray, 20 s and 200 MB more, which only slow tests need
 $(VENV)/.installed-all: pyproject.toml | $(BIN)/python
 	@echo "== installing Litchi, the test tools and Ray $(ONCE)"
 	@$(INSTALL) '.[dev,ray]'

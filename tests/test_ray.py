@@ -63,6 +63,7 @@ def litchi(folder, *argv):
 
 @needs_ray
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # a cluster takes 20 s to start on two cores, much longer on busy ones
 def test_workers_of_ray_give_the_losses_of_ranks(tmp_path):
     chat_rows(tmp_path)
     for name, more in (("alone", ()), ("ray", ("--engine", "ray", "--fresh"))):
@@ -76,6 +77,7 @@ def test_workers_of_ray_give_the_losses_of_ranks(tmp_path):
 
 @needs_ray
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # a cluster takes 20 s to start on two cores, much longer on busy ones
 def test_bad_data_ends_a_run_on_ray_at_once(tmp_path):
     (tmp_path / "chat.jsonl").write_text('{"messages": [\n')
     ended = litchi(tmp_path, *words(tmp_path, "bad"), "--engine", "ray", "--procs", "2")
@@ -103,6 +105,7 @@ run_on_ray(body, 2, output="FOLDER/run")
 
 @needs_ray
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # a cluster takes 20 s to start on two cores, much longer on busy ones
 def test_a_lost_worker_is_started_again(tmp_path):
     code = CRASH.replace("FOLDER", str(tmp_path))
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
