@@ -350,6 +350,7 @@ def test_two_wrong_things_in_one_place():
         ("rerank", ["train.best=mrr@x"], "train.best is 'mrr@x'"),
         ("chat", ["model.quantize=nf4", "trainable.language=full"], "packed weights cannot train. Set trainable.lang"),
         ("chat", ["model.quantize=nf4", "parallel.tp=2"], "packed weights cannot be cut by parallel.tp"),
+        ("chat", ["trainable.merger=full", "parallel.vision_ranks=2"], "Set trainable.merger to frozen"),
     ],
 )
 def test_settings_that_do_not_go_together(task, overrides, expected):
@@ -373,7 +374,6 @@ REFUSED = {  # a use of every key of LATER, and what may be used instead
     "parallel.cp": ("2", "leave it at 1"),
     "parallel.pp": ("4", "leave it at 1"),
     "parallel.pp_schedule": ("gpipe", "leave it at 1f1b"),
-    "parallel.vision_ranks": ("1", "leave it at 0"),
     "model.attention": ("flash", "leave it at auto"),
     "train.hang_s": ("60.0", "leave it at 600.0"),
     "model.quantize": ("int8", "use none or nf4"),

@@ -9,7 +9,8 @@ from rendering import draw, renderer_for
 
 from litchi.batch.cost import CostModel
 from litchi.batch.index import ScanRules, build_index
-from litchi.batch.loader import Corpus, StepPlan, iterate_picks, iterate_steps
+from litchi.batch.encoders import Job
+from litchi.batch.loader import Corpus, StepPlan, iterate_jobs, iterate_steps
 from litchi.batch.schedule import EpochPlan
 from litchi.errors import DataError
 from litchi.train.losses import count_documents
@@ -149,14 +150,14 @@ def test_prompts_end_where_the_last_answer_begins(folder, processor, workers):
     ]
     (folder / "chat.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
     corpus = corpus_of(folder / "chat.jsonl", processor, "chat")
-    picks = [[(0, None), (3, None)], [(1, None)]]
-    batches = list(iterate_picks(corpus, picks, workers=workers, prompts=True))
+    jobs = [Job([(0, None), (3, None)]), Job([(1, None)])]
+    batches = list(iterate_jobs(corpus, jobs, workers=workers, prompts=True))
     assert [b.samples for b in batches] == [("chat:1", "chat:4"), ("chat:2",)]
     end = processor.encode("assistant\n")
     for batch in batches:
         for a, b, _ in batch.spans:
             assert batch.ids[b - len(end) : b].tolist() == end and b - a < 40
-    whole = list(iterate_picks(corpus, picks, workers=workers))
+    whole = list(iterate_jobs(corpus, jobs, workers=workers))
     assert all(w.tokens > b.tokens for w, b in zip(whole, batches, strict=True))
 
 

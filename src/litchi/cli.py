@@ -325,6 +325,28 @@ def export(
 
 
 @app.command()
+def selfcheck(
+    procs: Annotated[int, typer.Option("--procs", min=1, help="Ranks at most.")] = 2,
+    write: Annotated[
+        str | None, typer.Option("--write", metavar="FILE", help="Put the table into a document, between its marks.")
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+    job: Annotated[str | None, typer.Option("--job", hidden=True)] = None,
+) -> None:
+    """Train in every layout these ranks allow, and compare each with one process."""
+    from litchi.scale import selfcheck as check
+
+    if job is not None:
+        _in_ranks(None, lambda ranks: check.run_file(ranks, Path(job)))
+        return
+    report = check.report_layouts(procs, write=None if write is None else Path(write))
+    print(json.dumps(report) if as_json else check.format_report(report))
+    if not report["passed"]:
+        raise typer.Exit(1)
+
+
+@app.command()
 def demo(
     out: Annotated[str, typer.Option("--out", metavar="DIR", help="Folder of the demo.")] = "runs/demo",
     procs: Annotated[int, typer.Option("--procs", min=1, help="Ranks for the fine-tuning.")] = 2,

@@ -112,11 +112,11 @@ def sum_ranks(*values: float) -> list[float]:
     return total.tolist()
 
 
-def max_ranks(*values: float) -> list[float]:
-    """Largest value over all ranks."""
+def max_ranks(*values: float, group: dist.ProcessGroup | None = None) -> list[float]:
+    """Largest value over all ranks, or over those of a group."""
     top = torch.tensor(values, dtype=torch.float64)
     if dist.get_world_size() > 1:
-        dist.all_reduce(top, op=dist.ReduceOp.MAX)
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
     return top.tolist()
 
 

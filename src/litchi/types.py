@@ -211,6 +211,8 @@ class Batch:
     doc_ids: tuple[str, ...]  # rerank: name of each row
     samples: tuple[str, ...]  # id of each example
     units: int  # what this batch adds to the divisor of the loss
+    peer: int = -1  # with vision ranks: which of them its features come from; on one of them, which data rank's it is
+    ahead: bool = False  # on a vision rank: its features are for the next step
 
     @property
     def tokens(self) -> int:

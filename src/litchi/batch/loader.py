@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from litchi.batch.balance import Balance, measure_balance, share_pictures, split_costs
 from litchi.batch.collate import CountUnits, collate
 from litchi.batch.cost import BY_TOKENS, CostModel
+from litchi.batch.encoders import NOBODY, Job, choose_jobs, encoded_steps
 from litchi.batch.index import RowCost, SourceIndex
 from litchi.batch.schedule import EpochPlan
 from litchi.data.media import decode_image, grid_of, picture_patches, read_header
@@ -43,6 +44,11 @@ class Corpus:
                 return source, source.rows[row], renderer
             row -= len(source.rows)
         raise IndexError(row)
+
+    def patches(self, picks: Picks) -> int:
+        """Patches of the pictures of some rows, one that several rows share counted for each."""
+        grids = (grid for row, chosen in picks for grid in self.find(row)[1].work(chosen).grids)
+        return sum(t * h * w for t, h, w in grids)
 
     def load(self, row: int) -> Sample:
         source, cost, renderer = self.find(row)
@@ -118,10 +124,11 @@ class StepPlan:
     """Everything that decides what a rank computes in a step: pure, the same on every rank but for `rank`.
 
     Args:
-        rank, ranks: of those that see different data.
+        rank, ranks: of those that see different data; a rank behind them is a vision rank.
         costs: what is shared out evenly; by default tokens.
         least: micro-batches of a rank in a step at least.
         pictures: the share of a batch's pictures that this rank decodes.
+        encoders: vision ranks.
     """
 
     corpus: Corpus
@@ -133,10 +140,20 @@ class StepPlan:
     costs: CostModel = BY_TOKENS
     least: int = 1
     pictures: Share = ALL
+    encoders: int = 0
 
     def micro_batches(self, step: int) -> list[list[tuple[int, tuple[int, ...] | None]]]:
         """This rank's micro-batches of a step: lists of (row, chosen documents)."""
-        return _plan_step(self, step)[0][self.rank]
+        return [job.picks for job in self.jobs(step)]
+
+    def jobs(self, step: int) -> list[Job]:
+        """The same, with whom features are exchanged; on a vision rank the micro-batches it encodes the pictures of."""
+        return _plan_jobs(self, step)
+
+    def prepared(self, step: int, *, first: int, last: int) -> range:
+        """The steps whose micro-batches this rank takes up in a step of a run from `first` to `last`."""
+        encodes = self.rank >= self.ranks
+        return encoded_steps(step, first=first, last=last) if encodes else range(step, step + 1)
 
     def balance(self, step: int) -> Balance:
         """How even the planned cost of a step is."""
@@ -159,6 +176,11 @@ def _plan_step(plan: StepPlan, step: int):
     return [[[picks[i] for i in micro] for micro in rank] for rank in shares], measure_balance(costs, shares)
 
 
+@lru_cache(maxsize=16)
+def _plan_jobs(plan: StepPlan, step: int) -> list[Job]:
+    return choose_jobs(_plan_step(plan, step)[0], plan.corpus.patches, plan.encoders, plan.rank)
+
+
 Picks = Sequence[tuple[int, tuple[int, ...] | None]]  # (row, chosen documents)
 
 
@@ -169,11 +191,13 @@ def make_batch(
     *,
     prompts: bool = False,
     pictures: Share = ALL,
+    peer: int = NOBODY,
 ) -> Batch:
     """Read, render, decode and collate some rows; with `prompts` up to where the last answer begins."""
     renderer = corpus.renderers[0]
     examples = [corpus.prompt(row) if prompts else corpus.example(row, chosen) for row, chosen in picks]
-    return collate(examples, load_patches(examples, renderer, pictures), renderer.processor, count_units)
+    batch = collate(examples, load_patches(examples, renderer, pictures), renderer.processor, count_units)
+    return replace(batch, peer=peer)
 
 
 class MicroBatches(Dataset):
@@ -186,24 +210,25 @@ class MicroBatches(Dataset):
         step, micro = key
         plan = self.plan
         try:
-            picks = plan.micro_batches(step)[micro]
-            return make_batch(plan.corpus, picks, self.count_units, pictures=plan.pictures)
+            picks, peer = plan.jobs(step)[micro]
+            return make_batch(plan.corpus, picks, self.count_units, pictures=plan.pictures, peer=peer)
         except UserError as error:  # travels to the training process, which raises it there
             return error
 
 
 class FixedBatches(Dataset):
-    """number -> Batch of these picks, for evaluation."""
+    """number -> Batch of these jobs, for evaluation."""
 
-    def __init__(self, corpus: Corpus, picks: Sequence[Picks], count_units: CountUnits | None, **how):
-        self.corpus, self.picks, self.count_units, self.how = corpus, picks, count_units, how
+    def __init__(self, corpus: Corpus, jobs: Sequence[Job], count_units: CountUnits | None, **how):
+        self.corpus, self.jobs, self.count_units, self.how = corpus, jobs, count_units, how
 
     def __len__(self) -> int:
-        return len(self.picks)
+        return len(self.jobs)
 
     def __getitem__(self, number: int) -> Batch | UserError:
         try:
-            return make_batch(self.corpus, self.picks[number], self.count_units, **self.how)
+            picks, peer = self.jobs[number]
+            return make_batch(self.corpus, picks, self.count_units, peer=peer, **self.how)
         except UserError as error:
             return error
 
@@ -218,7 +243,7 @@ class _Keys:
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         for step in range(self.first, self.last + 1):
-            for micro in range(len(self.plan.micro_batches(step))):
+            for micro in range(len(self.plan.jobs(step))):
                 yield step, micro
 
 
@@ -227,28 +252,34 @@ def iterate_steps(
 ) -> Iterator[tuple[int, list[Batch], float]]:
     """Yield (step, this rank's micro-batches, seconds waited for them) for steps first..last.
 
+    On a vision rank they are those of the next step, marked `ahead`: see `encoded_steps`.
+
     Raises:
         UserError: what kept a micro-batch from being made, with file and line.
     """
     made = _ahead(MicroBatches(plan, count_units), _Keys(plan, first, last), workers)
     for step in range(first, last + 1):
         start = time.perf_counter()
-        batches = [next(made) for _ in plan.micro_batches(step)]
+        batches = [
+            replace(next(made), ahead=prepared > step)
+            for prepared in plan.prepared(step, first=first, last=last)
+            for _ in plan.jobs(prepared)
+        ]
         yield step, batches, time.perf_counter() - start
 
 
-def iterate_picks(
+def iterate_jobs(
     corpus: Corpus,
-    picks: Sequence[Picks],
+    jobs: Sequence[Job],
     *,
     workers: int,
     count_units: CountUnits | None = None,
     prompts: bool = False,
     pictures: Share = ALL,
 ) -> Iterator[Batch]:
-    """Batches of these picks, in order, prepared ahead. Raises UserError as `iterate_steps` does."""
-    made = FixedBatches(corpus, picks, count_units, prompts=prompts, pictures=pictures)
-    return _ahead(made, range(len(picks)), min(workers, len(picks)))
+    """Batches of these jobs, in order, prepared ahead. Raises UserError as `iterate_steps` does."""
+    made = FixedBatches(corpus, jobs, count_units, prompts=prompts, pictures=pictures)
+    return _ahead(made, range(len(jobs)), min(workers, len(jobs)))
 
 
 def _ignore_signals(worker: int) -> None:

@@ -234,6 +234,10 @@ def _conflicts(config: Config, *, training: bool) -> Iterator[_Problem]:
         if config.parallel.tp > 1:
             text = f"{held}: packed weights cannot be cut by parallel.tp. Use parallel.dp_shard"
             yield _Problem(text, ("parallel.tp", "model.quantize"))
+    for name in ("vision", "merger"):
+        if config.parallel.vision_ranks and parts[name]["mode"] != "frozen":
+            text = f"parallel.vision_ranks is {config.parallel.vision_ranks}: these ranks learn nothing"
+            yield _Problem(f"{text}. Set trainable.{name} to frozen", ("parallel.vision_ranks", f"trainable.{name}"))
     if training:
         if all(part["mode"] == "frozen" for part in parts.values()):
             yield _Problem("trainable: every part is frozen, so nothing would be trained", ("trainable",))

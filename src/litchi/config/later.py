@@ -13,7 +13,6 @@ class Later(NamedTuple):
 
 
 LATER = {
-    "parallel.vision_ranks": Later("vision on ranks of its own"),
     "model.attention": Later("choosing the attention kernel"),
     "model.quantize": Later("training on weights in 8 bits", ("int8",)),
     "train.features": Later("keeping the features of a frozen vision tower"),

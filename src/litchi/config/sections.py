@@ -353,7 +353,7 @@ class Parallel(Section):
     pp_schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
     """Order in which pipeline stages work."""
     vision_ranks: Annotated[int, Ge(0)] = 0
-    """Ranks that run nothing but the vision tower."""
+    """Ranks, besides those of the axes, that run nothing but the frozen vision tower, ahead of the others."""
 
     @classmethod
     def expand(cls, value: Any) -> Any:

@@ -16,7 +16,8 @@ import torch
 from litchi.batch.balance import split_costs
 from litchi.batch.collate import CountUnits
 from litchi.batch.index import SourceIndex
-from litchi.batch.loader import Corpus, Picks, iterate_picks
+from litchi.batch.encoders import Job, choose_jobs
+from litchi.batch.loader import Corpus, iterate_jobs
 from litchi.data.processor import END_OF_TURN, Processor
 from litchi.data.render import Renderer
 from litchi.dist import Ranks, gather_objects, max_ranks, sum_ranks
@@ -52,17 +53,18 @@ class EvalSet:
     def corpus(self) -> Corpus:
         return Corpus((self.index,), (self.renderer,))
 
-    def share(self, wrapped: Wrapped, micro_batch_tokens: int) -> list[Picks]:
-        """This rank's micro-batches; as many as every other rank has."""
+    def share(self, wrapped: Wrapped, micro_batch_tokens: int) -> list[Job]:
+        """This rank's micro-batches; as many as every other rank has, or those a vision rank encodes pictures of."""
         costs = read_costs(wrapped.owner.hf.config.to_dict(), scored=self.renderer.task == "rerank")
         work = [self.index.rows[i].work(self.index.rows[i].documents or None) for i in self.rows]
-        micro = split_costs(
+        shares = split_costs(
             [costs.cost(w) for w in work],
             wrapped.data_ranks,
             micro_batch_tokens,
             tokens=[w.tokens for w in work],
-        )[wrapped.data_rank]
-        return [[(i, self.index.rows[i].documents or None) for i in batch] for batch in micro]
+        )
+        picks = [[[(i, self.index.rows[i].documents or None) for i in batch] for batch in own] for own in shares]
+        return choose_jobs(picks, self.corpus.patches, wrapped.layout.vision_ranks, wrapped.data_rank)
 
 
 @dataclass(frozen=True)
@@ -122,10 +124,10 @@ def score_set(wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure, progr
     Raises:
         UserError: a score is not finite; it names the document and what was computed in.
     """
-    picks = data.share(wrapped, how.micro_batch_tokens)
+    jobs = data.share(wrapped, how.micro_batch_tokens)
     mine, total, units = [], 0.0, 0.0
-    batches = iterate_picks(
-        data.corpus, picks, workers=how.workers, count_units=how.count_units, pictures=wrapped.pictures
+    batches = iterate_jobs(
+        data.corpus, jobs, workers=how.workers, count_units=how.count_units, pictures=wrapped.pictures
     )
     for number, batch in enumerate(batches):
         out = wrapped.evaluate(batch)
@@ -133,10 +135,10 @@ def score_set(wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure, progr
             assert out.scores is not None
             scores = out.scores.float().cpu()
             total, units = total + float(out.loss), units + batch.units
-            for (row, _), (a, b) in zip(picks[number], batch.groups, strict=True):
+            for (row, _), (a, b) in zip(jobs[number].picks, batch.groups, strict=True):
                 mine.append((row, batch.doc_ids[a:b], scores[a:b].tolist()))
         if progress is not None:
-            progress(number + 1, len(picks))
+            progress(number + 1, len(jobs))
     groups = sorted((group for share in gather_objects(mine) for group in share), key=lambda group: group[0])
     _refuse_nonfinite(groups, data, wrapped)
     total, units = sum_ranks(total, units)
@@ -208,8 +210,8 @@ def measure_chat(
 
 def _chat_loss(wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure) -> float:
     total = units = 0.0
-    picks = data.share(wrapped, how.micro_batch_tokens)
-    for batch in iterate_picks(data.corpus, picks, workers=how.workers, pictures=wrapped.pictures):
+    jobs = data.share(wrapped, how.micro_batch_tokens)
+    for batch in iterate_jobs(data.corpus, jobs, workers=how.workers, pictures=wrapped.pictures):
         out = wrapped.evaluate(batch)
         total += float(out.loss) if out is not None else 0.0  # parts, where ranks share a batch
         units += batch.units if wrapped.leads else 0
@@ -224,19 +226,22 @@ def generate_set(
     processor = data.renderer.processor
     _refuse_generation(wrapped)
     stop = stop_ids(wrapped, processor)
-    picks = data.share(wrapped, how.micro_batch_tokens)
-    alive = (lambda here: max_ranks(float(here))[0] > 0) if wrapped.sharded else (lambda here: here)
+    jobs = data.share(wrapped, how.micro_batch_tokens)
+    alive = (lambda here: max_ranks(float(here), group=wrapped.learners)[0] > 0) if wrapped.sharded else bool
     mine = []
-    prompts = iterate_picks(data.corpus, picks, workers=how.workers, prompts=True, pictures=wrapped.pictures)
+    prompts = iterate_jobs(data.corpus, jobs, workers=how.workers, prompts=True, pictures=wrapped.pictures)
     for number, batch in enumerate(prompts):
+        if wrapped.encoder is not None:
+            wrapped.evaluate(batch)
+            continue
         with wrapped.compute():
             answers = generate_greedy(
                 wrapped.owner, batch, stop=stop, max_new_tokens=how.max_new_tokens, anyone_alive=alive
             )
         if wrapped.leads:
-            mine += [(row, processor.decode(a.ids)) for (row, _), a in zip(picks[number], answers, strict=True)]
+            mine += [(row, processor.decode(a.ids)) for (row, _), a in zip(jobs[number].picks, answers, strict=True)]
         if progress is not None:
-            progress(number + 1, len(picks))
+            progress(number + 1, len(jobs))
     out = []
     for row, answer in sorted(pair for share in gather_objects(mine) for pair in share):
         sample = data.index.load(data.index.rows[row], data.renderer)

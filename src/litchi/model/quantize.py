@@ -51,6 +51,13 @@ def _library() -> Any:
     return bitsandbytes
 
 
+def count_weights(hf: nn.Module) -> tuple[int, int]:
+    """How many weights of a model train, and how many there are; of packed ones what they stand for."""
+    packed = {id(m.weight): m.in_features * m.out_features for m in hf.modules() if isinstance(m, NF4Linear)}
+    sizes = [(packed.get(id(p), p.numel()), p.requires_grad) for p in hf.parameters()]
+    return sum(n for n, trains in sizes if trains), sum(n for n, _ in sizes)
+
+
 class NF4Linear(nn.Linear):
     """A linear layer whose weight is held in 4 bits, two to a byte; bias as it was.
 

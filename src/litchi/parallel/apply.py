@@ -6,10 +6,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -24,7 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from litchi.dist import Ranks
 from litchi.model.family import has_part, part
 from litchi.model.forward import LitchiModel, Output
+from litchi.model.quantize import count_weights
 from litchi.parallel.collectives import Group
+from litchi.parallel.encoder import Encoder, RemotePictures, keep_part, list_receivers
 from litchi.parallel.mesh import Layout, gradients_wait
 from litchi.parallel.pictures import SharedPictures
 from litchi.parallel.pipeline import Pipeline, cut_stage, first_trained
@@ -46,7 +50,10 @@ class Wrapped:
     precision: str
     tensor: TensorCut | None = None
     pipeline: Pipeline | None = None
+    encoder: Encoder | None = None  # of a vision rank, which learns nothing
+    learners: dist.ProcessGroup | None = None  # all ranks but those; None: all ranks
     waits: bool = True  # gradients of sharded ranks, for the last micro-batch
+    weights: tuple[int, int] = (0, 0)  # of the whole model: how many train, how many there are
 
     @property
     def data_rank(self) -> int:
@@ -67,7 +74,7 @@ class Wrapped:
         shares = self.owner.shares
         if not shares.first:
             return 0, 0
-        return (0, 1) if shares.pictures is None else (shares.pictures.group.rank, shares.pictures.group.size)
+        return (0, 1) if shares.pictures is None else shares.pictures.share
 
     @property
     def sharded(self) -> bool:
@@ -93,6 +100,7 @@ class Wrapped:
         backward: Callable[[Tensor, Tensor | None], None],
     ) -> None:
         """Take the micro-batches of a step forwards and backwards; gradients are reduced over ranks in the last one.
+        A vision rank sends off the features of some others' micro-batches, and nothing goes backwards.
 
         Args:
             forward: (number, hidden states from the stage before) -> the loss, or hidden states for the next stage.
@@ -103,6 +111,10 @@ class Wrapped:
             with self._synchronise(last=number == len(batches) - 1):
                 backward(out, grad)
 
+        if self.encoder is not None:
+            with self.compute():
+                self.encoder.serve(batches, window=0)
+            return
         if self.pipeline is not None:
             self.pipeline.run([self.owner.part(b).tokens for b in batches], forward, back)
             return
@@ -111,8 +123,11 @@ class Wrapped:
                 backward(forward(number, None), None)
 
     def evaluate(self, batch: Batch) -> Output | None:
-        """A forward without gradients; None on stages of the pipeline that have no outcome."""
+        """A forward without gradients; None on stages of the pipeline and on vision ranks, which have no outcome."""
         with self.compute():
+            if self.encoder is not None:
+                self.encoder.serve([batch], window=2 * self.data_ranks)
+                return None
             if self.pipeline is None:
                 return self.model(batch)
             tokens = self.owner.part(batch).tokens
@@ -147,8 +162,9 @@ class Wrapped:
             yield
 
     def vision_modules(self) -> tuple[nn.Module, ...]:
-        """The vision tower, its merger included; none on later stages."""
-        return (part(self.owner.hf, self.owner.family.vision),) if self.owner.shares.first else ()
+        """The vision tower, its merger included; none where it is left to other ranks."""
+        hf, family = self.owner.hf, self.owner.family
+        return (part(hf, family.vision),) if has_part(hf, family.vision) else ()
 
 
 def apply_parallel(
@@ -174,25 +190,30 @@ def apply_parallel(
         offload: keep shards, gradients and optimizer state in the machine's memory (FSDP2).
         fill: gives the parameters that are left their values, on this rank's device.
     """
-    wrapped = Wrapped(owner, owner, layout, ranks.rank, precision)
+    wrapped = Wrapped(owner, owner, layout, ranks.rank, precision, weights=count_weights(owner.hf))
     if checkpoint:
         owner.hf.activation_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         # transformers makes the embeddings' outputs require gradients, for the reentrant kind: a frozen tower would
         # pay a whole backward for nothing
         owner.hf.disable_input_require_grads()  # type: ignore[operator]
-    owner.always_vision = _always_vision(owner, layout)
+    owner.always_vision = not layout.vision_ranks and _always_vision(owner, layout)
+    if layout.vision_ranks:
+        _part_vision(wrapped, ranks)
     if layout.ranks > 1:
-        mesh = Mesh(layout, ranks.device.type)
-        _share_batch(wrapped, mesh, ranks, tied=tied)
-        if layout.wrapper in ("FSDP2", "HSDP"):
-            _shard(wrapped, mesh, ranks, offload=offload)
+        mesh = Mesh(layout, ranks.device.type)  # made by all ranks, also by vision ranks, which are not in it
+        if wrapped.encoder is None:
+            _share_batch(wrapped, mesh, ranks, tied=tied)
+            if layout.wrapper in ("FSDP2", "HSDP"):
+                _shard(wrapped, mesh, ranks, offload=offload)
     if fill is not None:
         fill()
     else:
         owner.to(ranks.device)
-    if layout.wrapper == "DDP" and any(p.requires_grad for p in owner.parameters()):
+    if layout.wrapper == "DDP" and any(p.requires_grad and not p.is_meta for p in owner.parameters()):
         devices = [ranks.device.index] if ranks.device.type == "cuda" else None
-        wrapped.model = DistributedDataParallel(owner, device_ids=devices, forward_sync_buffers=False)
+        wrapped.model = DistributedDataParallel(
+            owner, device_ids=devices, forward_sync_buffers=False, process_group=wrapped.learners
+        )
     return wrapped
 
 
@@ -222,9 +243,14 @@ class Mesh:
 
     def __init__(self, layout: Layout, device_type: str):
         sizes = (layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp)
-        self.joined = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "shards", "tp"))
+        ranks = torch.arange(layout.ranks).view(sizes)
+        self.joined = DeviceMesh(device_type, ranks, mesh_dim_names=("pp", "dp_replicate", "shards", "tp"))
         self.axes = self.joined._unflatten("shards", (layout.dp_shard, layout.cp), ("dp_shard", "cp"))
-        self.sharding = self.joined["shards"] if layout.dp_replicate == 1 else self.joined["dp_replicate", "shards"]
+        self.copies = layout.dp_replicate
+
+    @cached_property
+    def sharding(self) -> DeviceMesh:
+        return self.joined["shards"] if self.copies == 1 else self.joined["dp_replicate", "shards"]
 
     def group(self, *axes: str) -> Group:
         """The ranks of an axis, or of neighbouring axes in one."""
@@ -232,11 +258,26 @@ class Mesh:
         return Group(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
 
+def _part_vision(wrapped: Wrapped, ranks: Ranks) -> None:
+    """Leave the vision ranks the tower and the others the rest, and say how features get across."""
+    owner, layout = wrapped.owner, wrapped.layout
+    embedding = part(owner.hf, owner.family.embedding)
+    cast = layout.wrapper in ("FSDP2", "HSDP") and wrapped.precision != "fp32"  # then so are the embedded tokens
+    dtype = COMPUTE[wrapped.precision] if cast else embedding.weight.dtype
+    wrapped.learners = dist.new_group(list(range(layout.ranks)))
+    keep_part(owner, encodes=layout.encodes(ranks.rank))
+    if layout.encodes(ranks.rank):
+        wrapped.encoder = Encoder(owner, list_receivers(layout), dtype)  # type: ignore[arg-type]
+    else:
+        width = int(embedding.embedding_dim)  # type: ignore[arg-type]
+        owner.shares.pictures = RemotePictures(layout.ranks, owner.spec.merge, width, dtype, ranks.device)  # type: ignore[arg-type]
+
+
 def _share_batch(wrapped: Wrapped, mesh: Mesh, ranks: Ranks, *, tied: bool) -> None:
     """The axes whose ranks work on one batch: pp cuts the layers, tp each layer, cp the token stream."""
     owner, layout, shares = wrapped.owner, wrapped.layout, wrapped.owner.shares
     place = layout.place(ranks.rank)
-    vision_trains = any(p.requires_grad for p in part(owner.hf, owner.family.vision).parameters())
+    vision_trains = any(p.requires_grad for module in wrapped.vision_modules() for p in module.parameters())
     shares.speaks = place.tp == place.cp == 0
     if layout.pp > 1:
         wrapped.pipeline = _make_pipeline(wrapped, mesh, ranks, tied=tied)
@@ -250,7 +291,7 @@ def _share_batch(wrapped: Wrapped, mesh: Mesh, ranks: Ranks, *, tied: bool) -> N
     if layout.cp > 1:
         shares.sequence = SequenceCut(mesh.group("cp"))
     same_pictures = ("cp",) if vision_trains else ("cp", "tp")
-    if any(getattr(layout, axis) > 1 for axis in same_pictures):
+    if not layout.vision_ranks and any(getattr(layout, axis) > 1 for axis in same_pictures):
         group = mesh.group(*same_pictures)  # made by all ranks, also by those of stages without a tower
         shares.pictures = SharedPictures(group, owner.spec.merge) if shares.first else None
 
@@ -284,7 +325,7 @@ def _make_pipeline(wrapped: Wrapped, mesh: Mesh, ranks: Ranks, *, tied: bool) ->
 def _shard(wrapped: Wrapped, mesh: Mesh, ranks: Ranks, *, offload: bool) -> None:
     """FSDP2 groups: every block and layer, the patch embedding, the merger, embedding and head, then the owner."""
     owner, layout, precision = wrapped.owner, wrapped.layout, wrapped.precision
-    family, hf, shares = owner.family, owner.hf, owner.shares
+    family, hf = owner.family, owner.hf
     policy = MixedPrecisionPolicy(
         param_dtype=None if precision == "fp32" else COMPUTE[precision],
         reduce_dtype=torch.float32,
@@ -298,7 +339,7 @@ def _shard(wrapped: Wrapped, mesh: Mesh, ranks: Ranks, *, offload: bool) -> None
         again = not gather_once and layout.pp == 1
         fully_shard(module, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=again, offload_policy=kept)  # type: ignore[arg-type]
 
-    if shares.first:
+    if has_part(hf, family.vision):
         for block in part(hf, family.vision_blocks).children():
             shard(block)
         shard(part(hf, family.patch_embedding))

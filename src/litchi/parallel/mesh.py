@@ -36,6 +36,7 @@ class Layout:
         cp: ranks that cut the token stream between them.
         pp: ranks that each hold some of the layers.
         pp_schedule: order in which they work.
+        vision_ranks: ranks behind all of these that run nothing but the vision tower.
     """
 
     dp_replicate: int = 1
@@ -44,6 +45,7 @@ class Layout:
     cp: int = 1
     pp: int = 1
     pp_schedule: str = "1f1b"
+    vision_ranks: int = 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -52,6 +54,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
+        """Those that stand on the axes; the vision ranks come behind them."""
         return math.prod(self.sizes)
 
     @property
@@ -85,13 +88,21 @@ class Layout:
             rank, at[axis] = divmod(rank, getattr(self, axis))
         return Place(**at)
 
+    def encodes(self, rank: int) -> bool:
+        """Whether it is a vision rank, which stands on no axis."""
+        return rank >= self.ranks
+
     def data_rank(self, rank: int) -> int:
-        """Which batch a rank works on: 0 to data_ranks - 1."""
+        """Which batch a rank works on: 0 to data_ranks - 1. Vision ranks are numbered on behind them."""
+        if self.encodes(rank):
+            return rank - self.ranks + self.data_ranks
         place = self.place(rank)
         return place.dp_replicate * self.dp_shard + place.dp_shard
 
     def leads(self, rank: int) -> bool:
         """Whether a rank speaks for its batch: the one of its tp, cp and pp ranks that has the scores."""
+        if self.encodes(rank):
+            return False
         place = self.place(rank)
         return place.tp == 0 and place.cp == 0 and place.pp == self.pp - 1
 
@@ -101,7 +112,8 @@ class Layout:
 
     def __str__(self) -> str:
         named = [f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
-        return " x ".join(named) or "one process"
+        vision = f" + vision_ranks {self.vision_ranks}" if self.vision_ranks else ""
+        return (" x ".join(named) or "one process") + vision
 
 
 def gradients_wait(trained: float, memory_bytes: float) -> bool:
@@ -125,13 +137,25 @@ def choose_layout(parallel: Parallel, world: int, *, fits_whole: bool) -> Layout
     shards over all ranks (FSDP2). tp, cp and pp are taken when they are given.
 
     Raises:
-        UsageError: the axes' product is not the number of ranks, with both numbers.
+        UsageError: the axes' product and the vision ranks are not the number of ranks, with both numbers.
     """
-    given = Layout(tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, pp_schedule=parallel.pp_schedule)
+    vision, there = parallel.vision_ranks, str(world)
+    if vision >= world:
+        raise UsageError(
+            f"parallel.vision_ranks={vision} of {world} ranks",
+            why="none is left for the language model",
+            remedy=f"Start at least {vision + 1} ranks (--procs), or lower parallel.vision_ranks",
+        )
+    if vision:
+        world -= vision
+        there = f"{world} besides parallel.vision_ranks={vision}"
+    given = Layout(
+        tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, pp_schedule=parallel.pp_schedule, vision_ranks=vision
+    )
     if world % given.ranks:
         raise UsageError(
-            f"parallel: {given} needs a multiple of {given.ranks} ranks, but there are {world}",
-            remedy=f"Start {given.ranks} or {2 * given.ranks} ranks (--procs), or change parallel",
+            f"parallel: {_axes(given)} needs a multiple of {given.ranks} ranks, but there are {there}",
+            remedy=f"Start {given.ranks + vision} or {2 * given.ranks + vision} ranks (--procs), or change parallel",
         )
     free = world // given.ranks
     replicate, shard = parallel.dp_replicate, parallel.dp_shard
@@ -142,18 +166,24 @@ def choose_layout(parallel: Parallel, world: int, *, fits_whole: bool) -> Layout
         if free % size:
             raise UsageError(
                 f"parallel.{'dp_replicate' if shard is None else 'dp_shard'}={size} does not divide {free} ranks"
-                + (f" ({world} / {given})" if given.ranks > 1 else ""),
-                remedy=f"Start a multiple of {size * given.ranks} ranks (--procs)",
+                + (f" ({there} / {_axes(given)})" if given.ranks > 1 else f", {there}" if vision else ""),
+                remedy=f"Start a multiple of {size * given.ranks} ranks (--procs)"
+                + (f", and {vision} for vision" if vision else ""),
             )
         replicate, shard = (size, free // size) if shard is None else (free // size, size)
     found = replace(given, dp_replicate=replicate, dp_shard=shard)
     if found.ranks != world:
         parts = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, found.sizes, strict=True) if _shown(axis, size))
         raise UsageError(
-            f"{parts} = {found.ranks}, but there are {world} ranks",
-            remedy=f"Start {found.ranks} ranks (--procs) or change parallel",
+            f"{parts} = {found.ranks}, but there are {there if vision else f'{world} ranks'}",
+            remedy=f"Start {found.ranks + vision} ranks (--procs) or change parallel",
         )
     return found
+
+
+def _axes(layout: Layout) -> str:
+    """The axes alone."""
+    return str(replace(layout, vision_ranks=0))
 
 
 def _shown(axis: str, size: int) -> bool:

@@ -28,6 +28,11 @@ class SharedPictures:
     group: Group
     merge: int
 
+    @property
+    def share(self) -> tuple[int, int]:
+        """Of the pictures that is decoded here: which of how many."""
+        return self.group.rank, self.group.size
+
     def encode(self, batch: Batch, encode: Encode) -> Tensor:
         """Features of all pictures of a batch, in the batch's order. [N, hidden]
 

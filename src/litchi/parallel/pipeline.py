@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from litchi.model.family import Family, part
+from litchi.model.family import Family, has_part, part
 from litchi.parallel.collectives import Group
 from litchi.parallel.mesh import Layout
 
@@ -39,17 +39,18 @@ def cut_stage(hf: nn.Module, family: Family, stage: int, stages: int, *, tied: b
         if number not in mine:
             del layers._modules[str(number)]
     if stage > 0:
-        _take_out(hf, family.vision)
+        take_out(hf, family.vision)
         if not (tied and stage == stages - 1):  # a tied head is the embedding, under the embedding's name
-            _take_out(hf, family.embedding)
+            take_out(hf, family.embedding)
     if stage < stages - 1:
-        _take_out(hf, family.head)
+        take_out(hf, family.head)
         _replace(hf, family.norm, nn.Identity())
 
 
 def first_trained(hf: nn.Module, family: Family, stages: int) -> int:
     """The first stage that will have something to train. Asked before the model is cut."""
-    if any(p.requires_grad for name in (family.vision, family.embedding) for p in part(hf, name).parameters()):
+    ends = [part(hf, name) for name in (family.vision, family.embedding) if has_part(hf, name)]
+    if any(p.requires_grad for end in ends for p in end.parameters()):
         return 0
     layers = list(part(hf, family.language_layers).children())
     for stage, numbers in enumerate(split_layers(len(layers), stages)):
@@ -58,7 +59,8 @@ def first_trained(hf: nn.Module, family: Family, stages: int) -> int:
     return stages - 1
 
 
-def _take_out(hf: nn.Module, path: str) -> None:
+def take_out(hf: nn.Module, path: str) -> None:
+    """Leave a part to other ranks, in place."""
     _replace(hf, path, None)
 
 
@@ -218,15 +220,17 @@ class Pipeline:
 
 
 def bring_together(tensors: Iterator[tuple[str, Tensor]], layout: Layout, rank: int) -> Iterator[tuple[str, Tensor]]:
-    """Named CPU tensors of all stages, one after the other: on rank 0 all of them, each name once; elsewhere none.
+    """Named CPU tensors of all stages, one after the other, then of the vision ranks: on rank 0 all of them, each name
+    once; elsewhere none.
 
     Args:
         tensors: this stage's; walked by all its ranks, for it may be collective.
     """
     seen = set()
-    for stage in range(layout.pp):
+    mine = layout.pp if layout.encodes(rank) else layout.place(rank).pp
+    for stage in range(layout.pp + bool(layout.vision_ranks)):
         leader = stage * layout.stage_ranks
-        if stage == layout.place(rank).pp:
+        if stage == mine:
             for name, tensor in tensors:
                 if rank == 0:
                     seen.add(name)

@@ -1,20 +1,26 @@
-"""Every layout against one process, on this machine: the same steps on the same data, and how far the losses differ.
+"""`litchi selfcheck`: every layout against one process, on this machine: the same steps, and how far losses differ.
 
 The packaged base is trained for a few steps on drawn rows in one process, then in each layout that the ranks at hand
-allow. The table of docs/parallelism.md is what this prints.
+allow. The table of docs/parallelism.md is what this writes.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
+from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from litchi.dist import Ranks
+from litchi.errors import UserError
 
 STEPS = 5
 SETTINGS = (  # SGD: AdamW would turn rounding noise in gradients near zero into differences between layouts
@@ -43,12 +49,16 @@ LAYOUTS: dict[str, dict[str, int | str]] = {
     "CP 2 x PP 2": {"cp": 2, "pp": 2},
     "TP 2 x PP 2": {"tp": 2, "pp": 2},
     "FSDP2 2 x TP 2 x PP 2": {"dp_shard": 2, "tp": 2, "pp": 2},
+    "vision 1 + DDP 2": {"dp_replicate": 2, "vision_ranks": 1},
+    "vision 2 + FSDP2 2": {"dp_shard": 2, "vision_ranks": 2},
 }
 TRAINED = {
     "full": "trainable={vision: full, merger: full, language: full}",
     "LoRA": "trainable={vision: lora, language: lora, lora: {rank: 4}}",
     "LoRA, language": "trainable={language: lora, lora: {rank: 4}}",
+    "LoRA, nf4": "trainable={language: lora, lora: {rank: 4}}",
 }
+SAME = {"cpu": 1e-6, "cuda": 1e-5}  # relative, of losses in fp32; of gradient norms a hundred times as much
 TASKS = {  # micro-batches so small that every layout accumulates
     "chat": ("task=chat", "data.train={folder}/chat.jsonl", "train.micro_batch_tokens=100"),
     "rerank": ("task=rerank", "data.train={folder}/rerank.jsonl", "train.micro_batch_tokens=400"),
@@ -67,12 +77,21 @@ class Job:
         """Its settings, on the command line."""
         parallel = [f"parallel={json.dumps(LAYOUTS[self.layout])}"] if self.layout in LAYOUTS else []
         task = [word.format(folder=folder) for word in TASKS[self.task]]
-        return [*SETTINGS, *task, TRAINED[self.trained], *parallel]
+        packed = ["model.quantize=nf4"] if "nf4" in self.trained else []
+        return [*SETTINGS, *task, TRAINED[self.trained], *packed, *parallel]
 
     @property
     def ranks(self) -> int:
-        sizes = LAYOUTS.get(self.layout, {})
-        return math.prod(size for axis, size in sizes.items() if isinstance(size, int))
+        sizes = {axis: size for axis, size in LAYOUTS.get(self.layout, {}).items() if isinstance(size, int)}
+        vision = sizes.pop("vision_ranks", 0)
+        return math.prod(sizes.values()) + vision
+
+    @property
+    def possible(self) -> bool:
+        """4-bit weights are not cut by tp, and vision ranks learn nothing."""
+        layout = LAYOUTS.get(self.layout, {})
+        packed, trains_vision = "nf4" in self.trained, "vision:" in TRAINED[self.trained]
+        return not (packed and "tp" in layout) and not (trains_vision and "vision_ranks" in layout)
 
 
 @dataclass(frozen=True)
@@ -88,6 +107,13 @@ class Ran:
         pairs = (self.losses, alone.losses), (self.norms, alone.norms)
         loss, norm = (max(abs(a - b) / abs(b) for a, b in zip(*pair, strict=True)) for pair in pairs)
         return loss, norm
+
+
+def list_jobs(most: int) -> list[Job]:
+    """Every possible job for up to `most` ranks. 4-bit weights need their library."""
+    kinds = [kind for kind in TRAINED if "nf4" not in kind or find_spec("bitsandbytes")]
+    jobs = [Job(layout, trained, task) for trained in kinds for task in TASKS for layout in ("one", *LAYOUTS)]
+    return [job for job in jobs if job.ranks <= most and job.possible]
 
 
 def run_job(ranks: Ranks, words: Sequence[str]) -> Ran:
@@ -143,3 +169,116 @@ def write_rows(folder: Path) -> None:
     for name, rows in (("chat", chat), ("rerank", rerank)):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+
+
+# -------------------------------------------------------------------------------------------------------- the verb
+
+
+@dataclass(frozen=True)
+class Line:
+    """A job beside the same work in one process."""
+
+    layout: str
+    trained: str
+    task: str
+    ranks: int
+    wrapper: str
+    loss: float  # largest relative difference in any step
+    norm: float
+    passed: bool
+
+
+def check_layouts(most: int, device: str, say: Callable[[str], None] = print) -> list[Line]:
+    """Run every job, one number of ranks after the other, and compare each with one process.
+
+    Args:
+        most: ranks at most.
+        device: "cpu" or "cuda", for the tolerance.
+    """
+    from litchi.parallel.launch import run_ranks
+
+    jobs = list_jobs(most)
+    ran: dict[Job, Ran] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_rows(folder)
+        for ranks in sorted({job.ranks for job in jobs}):
+            some = [job for job in jobs if job.ranks == ranks]
+            say(f"{len(some)} trainings of {STEPS} steps on {ranks} rank{'s' * (ranks > 1)}")
+            file = folder / f"{ranks}.json"
+            file.write_text(json.dumps([asdict(job) for job in some]), encoding="utf-8")
+            status = run_ranks(["selfcheck", "--job", str(file)], ranks)
+            if status:
+                raise UserError(
+                    f"the trainings on {ranks} ranks ended with status {status}",
+                    remedy="What they said stands above; with --debug they show a traceback",
+                )
+            found = json.loads(file.with_suffix(".out").read_text(encoding="utf-8"))
+            ran |= {job: Ran(**one) for job, one in zip(some, found, strict=True)}
+    return [compare(job, ran, SAME[device]) for job in jobs if job.layout != "one"]
+
+
+def compare(job: Job, ran: Mapping[Job, Ran], same: float) -> Line:
+    """A line of the table."""
+    loss, norm = ran[job].differs(ran[Job("one", job.trained, job.task)])
+    return Line(
+        job.layout, job.trained, job.task, job.ranks, ran[job].wrapper, loss, norm, loss <= same and norm <= 100 * same
+    )
+
+
+def run_file(ranks: Ranks, file: Path) -> None:
+    """What each rank of `check_layouts` does; what a run says of itself is of no interest here."""
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        found = run_jobs(ranks, str(file.parent), json.loads(file.read_text(encoding="utf-8")))
+    if ranks.is_main:
+        file.with_suffix(".out").write_text(json.dumps(found), encoding="utf-8")
+
+
+def report_layouts(most: int, *, write: Path | None = None) -> dict[str, Any]:
+    """The JSON answer of `selfcheck`; with `write` the table also goes into a document."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    lines = check_layouts(most, device, say=lambda text: print(text, file=sys.stderr))
+    where = torch.cuda.get_device_name() if device == "cuda" else "CPU, gloo"
+    note = f"{where}, fp32, torch {torch.__version__}, {date.today()}: `litchi selfcheck --procs {most}`"
+    if write is not None:
+        write.write_text(fill_table(write.read_text(encoding="utf-8"), lines, f"{note}."), encoding="utf-8")
+    return {
+        "passed": all(line.passed for line in lines),
+        "where": note,
+        "tolerance": SAME[device],
+        "layouts": [asdict(line) for line in lines],
+    }
+
+
+def format_report(report: Mapping[str, Any]) -> str:
+    """The report for people."""
+    lines = [Line(**line) for line in report["layouts"]]
+    bad = sum(not line.passed for line in lines)
+    verdict = f"{bad} of {len(lines)} differ by more than" if bad else f"all {len(lines)} are within"
+    return f"{format_lines(lines)}\n{verdict} {report['tolerance']:.0e} of one process ({report['where']})"
+
+
+def format_lines(lines: Sequence[Line]) -> str:
+    """The table as Markdown: a row for each layout, the largest difference of the losses for each kind of training."""
+    kinds = list(dict.fromkeys((line.trained, line.task) for line in lines))
+    head = "| layout | ranks | wrapper | " + " | ".join(f"{trained}, {task}" for trained, task in kinds) + " |"
+    rows = [head, "|" + "---|" * (3 + len(kinds))]
+    for layout in dict.fromkeys(line.layout for line in lines):
+        mine = {(line.trained, line.task): line for line in lines if line.layout == layout}
+        first = next(iter(mine.values()))
+        found = [mine.get(kind) for kind in kinds]
+        cells = [f"{one.loss:.0e}{'' if one.passed else ' **no**'}" if one else "" for one in found]
+        rows.append(f"| {layout} | {first.ranks} | {first.wrapper} | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def fill_table(text: str, lines: Sequence[Line], note: str) -> str:
+    """Put the table between the marks of a document."""
+    begin, end = "<!-- layouts:begin -->", "<!-- layouts:end -->"
+    before, _, rest = text.partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise UserError(f"there is no place for the table, between {begin} and {end}")
+    return f"{before}{begin}\n\n{note}\n\n{format_lines(lines)}\n{end}{after}"

@@ -137,13 +137,12 @@ def _step_facts(run: Run, batches: Sequence[Batch], result: StepResult, step_s: 
     seconds, peaks = zip(*gather_numbers(step_s + waited, peak_bytes(run.ranks.device)), strict=True)
     balance = run.plan.balance(result.step)
     speed, top = result.tokens / max(seconds), peak_flops(run.ranks.device)
-    weights = sum(p.numel() for p in run.wrapped.owner.parameters())
     return {
         "epoch": run.plan.epochs.epoch_of(result.step),
         "step_s": step_s,
         "data_wait_s": waited,
         "tokens_per_s": speed,
-        "mfu": None if top is None else 6 * weights * speed / top / run.ranks.world,
+        "mfu": None if top is None else 6 * run.wrapped.weights[1] * speed / top / run.ranks.world,
         "peak_bytes": [int(p) for p in peaks],
         "balance": balance.rank,
         "balance_micro": balance.micro,

@@ -61,6 +61,8 @@ def build_optimizer(model: nn.Module, family: Family, config: Config, *, prefix:
                 "weight_decay": settings.weight_decay if decays else 0.0,
             }
         )
+    if not params:  # a vision rank: what is done with an optimizer is done with this one too
+        params = [{"params": [], "lr": settings.lr, "full_lr": settings.lr}]
     meshes = {p.device_mesh if isinstance(p, DTensor) else None for g in params for p in g["params"]}
     each = None if len(meshes) == 1 else False  # one kernel for all takes tensors of one mesh only
 

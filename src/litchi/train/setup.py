@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ def prepare_run(config: Config, ranks: Ranks, folder: Path) -> Run:
     )
     _quarantine(config, corpus, eval_sets, run_log, folder)
     optimizer = build_optimizer(wrapped.model, loaded.family, config)
-    scaler = torch.amp.GradScaler("cuda") if precision == "fp16" else None
+    scaler = torch.amp.GradScaler("cuda") if precision == "fp16" and wrapped.encoder is None else None
     trainer = Trainer(wrapped, optimizer, ranks, config.optim.clip, config.train.on_nonfinite, scaler)
     plan = StepPlan(
         corpus=corpus,
@@ -113,6 +113,7 @@ def prepare_run(config: Config, ranks: Ranks, folder: Path) -> Run:
         ranks=wrapped.data_ranks,
         least=2 * wrapped.layout.pp if wrapped.layout.pp > 1 else 1,
         pictures=wrapped.pictures,
+        encoders=wrapped.layout.vision_ranks,
         costs=read_costs(
             read_config(base),
             scored=config.task == "rerank",
@@ -235,7 +236,7 @@ def build_wrapped(
     placement = _find_placement(config, loaded, ranks)
 
     def fill() -> None:
-        waits = placement is not None or config.train.offload == "all"
+        waits = placement is not None or (config.train.offload == "all" and not layout.encodes(ranks.rank))
         device = torch.device("cpu") if waits else ranks.device
         fill_weights(loaded.hf, loaded.folder, adapter=adapter, seed=config.train.seed, device=device)
         if placement is not None:
@@ -315,17 +316,17 @@ def _describe(run: Run) -> None:
     for line in run.derived.lines():
         run.log.say(line)
     owner, precision = run.wrapped.owner, run.wrapped.precision
-    trains = sum(p.numel() for p in owner.parameters() if p.requires_grad)
-    total = sum(p.numel() for p in owner.parameters())
+    trains, total = run.wrapped.weights
     kernel = kernel_name(run.ranks.device, COMPUTE[precision])
     run.log.say(
-        f"{trains:,} of {total:,} parameters train; {run.ranks.world} rank(s) on {run.ranks.device.type}, "
-        f"wrapper {run.wrapped.wrapper}, compute {precision}, attention {kernel}"
+        f"{trains:,} of {total:,} parameters train; {run.ranks.world} rank(s) on {run.ranks.device.type}: "
+        f"{run.wrapped.layout}, wrapper {run.wrapped.wrapper}, compute {precision}, attention {kernel}"
     )
     run.log.event(
         "start",
         ranks=run.ranks.world,
         device=run.ranks.device.type,
+        layout={axis: size for axis, size in asdict(run.wrapped.layout).items() if size != 1},
         wrapper=run.wrapped.wrapper,
         precision=precision,
         attention=kernel,

@@ -44,7 +44,7 @@ def train_step(trainer: Trainer, step: int, batches: Sequence[Batch], rate: floa
     Args:
         trainer: model, optimizer and policy.
         step: counted from 1.
-        batches: this rank's micro-batches; the same number on every rank.
+        batches: this rank's micro-batches; the same number on every rank that learns.
         rate: share of the full learning rate.
 
     Raises:
@@ -71,7 +71,7 @@ def train_step(trainer: Trainer, step: int, batches: Sequence[Batch], rate: floa
     if finite:
         _prove_gradients(trainer, pictures > 0)
     elif trainer.on_nonfinite == "stop":
-        names = _suspects(batches, losses)
+        names = _suspects(batches if wrapped.encoder is None else (), losses)
         raise UserError(
             f"step {step} is not finite: loss {total}, gradient norm {norm}",
             why=f"look at {', '.join(names[:20])}" + (f" and {len(names) - 20} more" if len(names) > 20 else ""),
@@ -111,7 +111,7 @@ def _accumulate(trainer: Trainer, batches: Sequence[Batch], scale: float) -> lis
 
 def _suspects(batches: Sequence[Batch], losses: Sequence[float]) -> list[str]:
     """Samples of all ranks' micro-batches whose loss is not finite; all of the step where only a gradient is not."""
-    own = [(math.isfinite(loss), b.samples) for b, loss in zip(batches, losses, strict=True)]
+    own = [(math.isfinite(loss), b.samples) for b, loss in zip(batches, losses, strict=False)]
     every = [part for rank in gather_objects(own) for part in rank]
     blamed = [names for fine, names in every if not fine] or [names for _, names in every]
     return [name for names in blamed for name in names]
