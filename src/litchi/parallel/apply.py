@@ -309,13 +309,14 @@ def _make_pipeline(wrapped: Wrapped, mesh: Mesh, ranks: Ranks, *, tied: bool) ->
     owner, group = wrapped.owner, mesh.group("pp")
     layers, embedding = part(owner.hf, owner.family.language_layers), part(owner.hf, owner.family.embedding)
     norm = next(p for p in layers.parameters() if p.ndim == 1 and p.is_floating_point())
+    cast = wrapped.layout.wrapper != "none" and wrapped.precision != "fp32"  # by FSDP2
     trains_from = first_trained(owner.hf, owner.family, group.size)
     cut_stage(owner.hf, owner.family, group.rank, group.size, tied=tied)
     return Pipeline(
         group,
         wrapped.layout.pp_schedule,
         width=int(embedding.embedding_dim),  # type: ignore[arg-type]
-        dtype=norm.dtype if wrapped.layout.wrapper == "none" else COMPUTE[wrapped.precision],
+        dtype=COMPUTE[wrapped.precision] if cast else norm.dtype,
         device=ranks.device,
         trains_from=trains_from,
         tied=embedding if tied else None,
