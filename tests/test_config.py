@@ -169,7 +169,7 @@ def test_all_problems_at_once_with_their_lines(write):
         "eval:\n"
         "  metrics: [mrr@10, mrr@0]\n"
         "parallel:\n"
-        "  tp: 2\n"
+        "  pp_schedule: interleaved\n"
         "learning_rate: 1\n"
     )
     assert problems(path, "optim.clip=no", "train.sed=1", need=("model.path", "data.train")) == [
@@ -187,7 +187,8 @@ def test_all_problems_at_once_with_their_lines(write):
         "x.yaml:18: train.steps and train.epochs are both given: give one of them",
         "x.yaml:21: eval.metrics has 'mrr@0': with task rerank one of "
         "mrr, mrr@k, ndcg, ndcg@k, map, map@k, recall@k, hit@k, precision@k",
-        "x.yaml:23: parallel.tp=2: tensor parallel is not part of this version yet; leave it at 1",
+        "x.yaml:23: parallel.pp_schedule=interleaved: several runs of layers on a stage is not part of this version yet; "
+        "use 1f1b or gpipe",
         "x.yaml:24: learning_rate: no such setting. Did you mean optim.lr?",
         "command line: optim.clip=no: a number above 0, or null",
         "command line: train.sed: no such setting. Did you mean train.seed?",
@@ -370,10 +371,7 @@ def test_what_only_training_needs():
 # -------------------------------------------------------------------------------------------------- not part yet
 
 REFUSED = {  # a use of every key of LATER, and what may be used instead
-    "parallel.tp": ("2", "leave it at 1"),
-    "parallel.cp": ("2", "leave it at 1"),
-    "parallel.pp": ("4", "leave it at 1"),
-    "parallel.pp_schedule": ("gpipe", "leave it at 1f1b"),
+    "parallel.pp_schedule": ("zero_bubble", "use 1f1b or gpipe"),
     "model.attention": ("flash", "leave it at auto"),
     "train.hang_s": ("60.0", "leave it at 600.0"),
     "model.quantize": ("int8", "use none or nf4"),

@@ -201,7 +201,10 @@ def test_gradient_norm_is_torchs_in_double_precision():
     parameters[1].grad *= 1e6
     parameters.append(torch.nn.Parameter(torch.zeros(2)))  # without a gradient
     whole = torch.cat([p.grad.double().flatten() for p in parameters[:3]])
-    assert gradient_norm(parameters) == pytest.approx(float(torch.linalg.vector_norm(whole)), rel=1e-14)
+    expected = float(torch.linalg.vector_norm(whole))
+    assert gradient_norm(parameters, lambda parameter: 1) == pytest.approx(expected, rel=1e-14)
+    twice = gradient_norm(parameters, lambda parameter: 2)  # as if this rank's share were held by another too
+    assert twice == pytest.approx(expected / 2**0.5, rel=1e-14)
 
 
 def test_lines_of_the_log_carry_the_same_loss(make, renderer, examples, tmp_path):

@@ -13,6 +13,7 @@ class Later(NamedTuple):
 
 
 LATER = {
+    "parallel.pp_schedule": Later("several runs of layers on a stage", ("interleaved", "zero_bubble")),
     "model.attention": Later("choosing the attention kernel"),
     "model.quantize": Later("training on weights in 8 bits", ("int8",)),
     "train.features": Later("keeping the features of a frozen vision tower"),

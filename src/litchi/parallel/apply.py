@@ -113,7 +113,7 @@ class Wrapped:
 
         if self.encoder is not None:
             with self.compute():
-                self.encoder.serve(batches, window=0)
+                self.encoder.take_step(batches)
             return
         if self.pipeline is not None:
             self.pipeline.run([self.owner.part(b).tokens for b in batches], forward, back)
@@ -126,7 +126,7 @@ class Wrapped:
         """A forward without gradients; None on stages of the pipeline and on vision ranks, which have no outcome."""
         with self.compute():
             if self.encoder is not None:
-                self.encoder.serve([batch], window=2 * self.data_ranks)
+                self.encoder.serve(batch)
                 return None
             if self.pipeline is None:
                 return self.model(batch)

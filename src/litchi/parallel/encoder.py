@@ -78,36 +78,44 @@ class Encoder:
     receivers: Sequence[Sequence[int]]
     dtype: torch.dtype
     kept: list[tuple[int, Tensor]] = field(default_factory=list)  # (data rank, features) of the next step
-    sent: deque[list[tuple[dist.Work, Tensor]]] = field(default_factory=deque)  # by call
+    sent: deque[tuple[list[dist.Work | None], Tensor]] = field(default_factory=deque)
 
-    @torch.no_grad()
-    def serve(self, batches: Sequence[Batch], *, window: int) -> None:
+    def take_step(self, batches: Sequence[Batch]) -> None:
         """Send what was kept for this step, then encode some micro-batches; those of the next step are kept.
 
         Args:
             batches: with all their pixels.
-            window: calls whose features may be on their way besides this one's; for older ones it waits.
         """
-        while len(self.sent) > window:
-            for work, _ in self.sent.popleft():
-                work.wait()
-        self.sent.append([])
+        self._wait(besides=0)
         due, self.kept = self.kept, []
         for peer, features in due:
             self._send(peer, features)
         for batch in batches:
-            if batch.grids:
-                features = self.owner.encode(batch.pixels, batch.grids).to(self.dtype).contiguous()
-                if batch.ahead:
-                    self.kept.append((batch.peer, features))
-                else:
-                    self._send(batch.peer, features)
+            if batch.grids and batch.ahead:
+                self.kept.append((batch.peer, self._encode(batch)))
+            elif batch.grids:
+                self._send(batch.peer, self._encode(batch))
+
+    def serve(self, batch: Batch) -> None:
+        """Encode and send the features of one micro-batch, of an evaluation: nobody waits for this rank but for them."""
+        self._wait(besides=2 * len(self.receivers))
+        if batch.grids:
+            self._send(batch.peer, self._encode(batch))
+
+    @torch.no_grad()
+    def _encode(self, batch: Batch) -> Tensor:
+        return self.owner.encode(batch.pixels, batch.grids).to(self.dtype).contiguous()
 
     def _send(self, peer: int, features: Tensor) -> None:
-        for rank in self.receivers[peer]:
-            work = dist.isend(features, dst=rank)
-            assert work is not None
-            self.sent[-1].append((work, features))  # which lives until it has arrived
+        works = [dist.isend(features, dst=rank) for rank in self.receivers[peer]]
+        self.sent.append((works, features))
+
+    def _wait(self, *, besides: int) -> None:
+        """Until all features have arrived but for the last few. Until then they must not be let go of."""
+        while len(self.sent) > besides:
+            for work in self.sent.popleft()[0]:
+                assert work is not None
+                work.wait()
 
 
 def list_receivers(layout: Layout) -> list[list[int]]:
