@@ -62,6 +62,8 @@ def say_jobs(folder):
     )
     jobs["clipped"] = [*chat, trained, "optim.clip=0.5"], both
     jobs["bf16"] = [*chat, trained, "train.precision=bf16"], both
+    # text-only micro-batches, a trained tower, gradients reduced once and in fp32 beside bf16 weights
+    jobs["bf16 accumulated"] = [*whole, "train.micro_batch_tokens=64", "train.precision=bf16", "train.steps=2"], both
     jobs["auto"] = [*chat, PARTS["LoRA on language"]], ("auto",)
     return jobs
 
@@ -146,6 +148,13 @@ def test_bf16_computes_on_cpu(ran, layout):
     half, full = ran["bf16", layout][0]["losses"], ran["vision trained", layout][0]["losses"]
     assert len(half) == 5 and all(map(math.isfinite, half))
     assert half != full and half[:2] == pytest.approx(full[:2], rel=0.02)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bf16_accumulates_text_beside_pictures(ran, layout):
+    ranks = ran["bf16 accumulated", layout]
+    assert min(ranks[0]["micro_batches"]) >= 4 and ranks[0]["losses"] == ranks[1]["losses"]
+    assert ranks[0]["losses"] == pytest.approx(ran["accumulated", "one"][0]["losses"][:2], rel=0.02)
 
 
 def test_auto_takes_copies_where_the_model_fits(ran):

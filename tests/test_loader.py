@@ -8,8 +8,8 @@ import torch
 from rendering import draw, renderer_for
 
 from litchi.batch.cost import CostModel
-from litchi.batch.index import ScanRules, build_index
 from litchi.batch.encoders import Job
+from litchi.batch.index import ScanRules, build_index
 from litchi.batch.loader import Corpus, StepPlan, iterate_jobs, iterate_steps
 from litchi.batch.schedule import EpochPlan
 from litchi.errors import DataError

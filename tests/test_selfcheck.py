@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 
 import pytest
+import torch
 from processes import RunningRanks, run_litchi
 
 from litchi.errors import UserError
@@ -126,6 +127,14 @@ def test_jobs_cover_every_layout_and_every_kind_of_training():
     assert {job.layout for job in jobs} == {"one", *LAYOUTS}
     assert not [job for job in jobs if "nf4" in job.trained and "TP" in job.layout]
     assert all(Job("one", job.trained, job.task) in jobs for job in jobs)
+
+
+@pytest.mark.needs_gpu
+@pytest.mark.slow
+def test_the_verb_on_gpus(tmp_path):
+    """Needs a GPU, two to say something: NCCL, fp32, the layouts of as many ranks as there are cards."""
+    done = run_litchi(tmp_path, "selfcheck", "--json", "--procs", str(torch.cuda.device_count()), timeout_s=900)
+    assert done.status == 0 and json.loads(done.out)["passed"]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Which vision rank encodes the pictures of which micro-batch, and how far ahead of the steps. Pure, alike on all ranks.
+"""Which vision rank encodes the pictures of which micro-batch, and how far ahead. Pure, so all ranks plan alike.
 
 `parallel.vision_ranks` take the vision tower off the ranks that learn. Ranks are numbered as in a plan: those that see
 different data from 0, the vision ranks behind them.

@@ -15,8 +15,8 @@ import torch
 
 from litchi.batch.balance import split_costs
 from litchi.batch.collate import CountUnits
-from litchi.batch.index import SourceIndex
 from litchi.batch.encoders import Job, choose_jobs
+from litchi.batch.index import SourceIndex
 from litchi.batch.loader import Corpus, iterate_jobs
 from litchi.data.processor import END_OF_TURN, Processor
 from litchi.data.render import Renderer

@@ -97,7 +97,7 @@ class Encoder:
                 self._send(batch.peer, self._encode(batch))
 
     def serve(self, batch: Batch) -> None:
-        """Encode and send the features of one micro-batch, of an evaluation: nobody waits for this rank but for them."""
+        """Encode and send the features of one micro-batch of an evaluation, in which ranks wait for nothing else."""
         self._wait(besides=2 * len(self.receivers))
         if batch.grids:
             self._send(batch.peer, self._encode(batch))

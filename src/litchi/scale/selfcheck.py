@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from litchi.errors import UserError
 
 STEPS = 5
 SETTINGS = (  # SGD: AdamW would turn rounding noise in gradients near zero into differences between layouts
-    *("model.path=builtin:tiny", "track=[]", "data.workers=0", "data.shuffle=false", "optim.name=sgd"),
+    *("track=[]", "data.workers=0", "data.shuffle=false", "optim.name=sgd"),
     *("optim.lr=0.002", "optim.schedule=constant", "optim.warmup=0", "optim.clip=null", "train.precision=fp32"),
     *(f"train.steps={STEPS}", "train.global_batch_size=10"),
 )
@@ -54,6 +55,7 @@ LAYOUTS: dict[str, dict[str, int | str]] = {
 }
 TRAINED = {
     "full": "trainable={vision: full, merger: full, language: full}",
+    "full, own head": "trainable={vision: full, merger: full, language: full, head: full}",
     "LoRA": "trainable={vision: lora, language: lora, lora: {rank: 4}}",
     "LoRA, language": "trainable={language: lora, lora: {rank: 4}}",
     "LoRA, nf4": "trainable={language: lora, lora: {rank: 4}}",
@@ -77,8 +79,9 @@ class Job:
         """Its settings, on the command line."""
         parallel = [f"parallel={json.dumps(LAYOUTS[self.layout])}"] if self.layout in LAYOUTS else []
         task = [word.format(folder=folder) for word in TASKS[self.task]]
+        base = f"{folder}/untied" if "own head" in self.trained else "builtin:tiny"
         packed = ["model.quantize=nf4"] if "nf4" in self.trained else []
-        return [*SETTINGS, *task, TRAINED[self.trained], *packed, *parallel]
+        return [f"model.path={base}", *SETTINGS, *task, TRAINED[self.trained], *packed, *parallel]
 
     @property
     def ranks(self) -> int:
@@ -142,11 +145,28 @@ def run_jobs(ranks: Ranks, folder: str, jobs: Sequence[Mapping[str, str]]) -> li
     return [asdict(run_job(ranks, Job(**job).words(Path(folder)))) for job in jobs]
 
 
+def write_untied(folder: Path) -> None:
+    """The packaged base with a head of its own, which starts as the embedding."""
+    from safetensors.torch import load_file, save_file
+
+    from litchi.model.build import builtin_folder
+
+    shutil.copytree(builtin_folder(), folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = False
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tensors = load_file(folder / "model.safetensors")
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file(tensors | head, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def write_rows(folder: Path) -> None:
-    """Ten chat rows and ten groups: text alone, a picture, one shared by rows, in queries and in documents."""
+    """Ten chat rows and ten groups: text alone, a picture, one shared by rows, in queries and in documents; and the
+    base with a head of its own."""
     import numpy as np
     from PIL import Image
 
+    write_untied(folder / "untied")
     names = []
     for n in range(3):
         pixels = np.random.default_rng(n).integers(0, 256, (56, 56 + 28 * n, 3), dtype=np.uint8)
