@@ -11,7 +11,14 @@ from litchi.errors import UserError
 from litchi.train.loop import train_run
 from litchi.train.measure import measure_one, write_lines
 
-SETTINGS = ("model.path=builtin:tiny", "data.workers=0", "track=[]", "optim.name=sgd", "optim.lr=0.002", "optim.clip=null")
+SETTINGS = (
+    "model.path=builtin:tiny",
+    "data.workers=0",
+    "track=[]",
+    "optim.name=sgd",
+    "optim.lr=0.002",
+    "optim.clip=null",
+)
 
 
 def run_all(ranks: Ranks, jobs: list[list[Any]]) -> list[Any]:

@@ -175,5 +175,6 @@ def test_accelerate_launch_trains_on_two_ranks(tmp_path, options, wrapper):
     assert ended.returncode == 0, ended.stderr
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [len(step["peak_bytes"]) for step in steps] == [2, 2]
-    start = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[0])
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    start = next(e for e in events if e["event"] == "start")
     assert (start["precision"], start["ranks"], start["wrapper"]) == ("bf16", 2, wrapper)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from litchi.model import attention
-from litchi.model.attention import Piece, PieceAttention, span_pieces
+from litchi.model.attention import PieceAttention
+from litchi.model.spans import Piece, span_pieces
 
 # ---- Which pieces a forest has
 

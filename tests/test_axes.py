@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from litchi.batch.balance import share_pictures
 from litchi.config import load_config
 from litchi.errors import UsageError
 from litchi.parallel.mesh import Layout, Place, choose_layout
-from litchi.batch.balance import share_pictures
 from litchi.parallel.pipeline import Action, plan_actions, split_layers
 from litchi.parallel.sequence import count_rows, cut_stream
 from litchi.types import Batch

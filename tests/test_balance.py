@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from litchi.batch.balance import PLACES, measure_balance, split_costs
 from litchi.batch.cost import Work, forest_pairs
+from litchi.batch.sharing import shared_loads
 from litchi.config import load_config
 from litchi.model.flops import read_costs
 from litchi.model.sizes import size_config
@@ -183,3 +184,76 @@ def test_a_step_is_planned_in_no_time():
     start = time.process_time()
     split_costs(costs, 64, LIMIT, tokens=tokens)
     assert time.process_time() - start < 0.2
+
+
+# ---- Pictures that repeat
+
+
+def catalogue(groups, *, documents, pictures, kinds, seed):
+    """Groups whose documents' pictures come from one of the kinds of a catalogue: costs, tokens, costs of pictures."""
+    draw = np.random.default_rng(seed)
+    price = draw.uniform(100, 400, pictures)
+    costs, tokens, shown = [], [], []
+    for _ in range(groups):
+        kind = draw.integers(kinds) * (pictures // kinds)
+        own = {int(kind + p): float(price[kind + p]) for p in draw.choice(pictures // kinds, documents, replace=False)}
+        tokens.append(int(draw.uniform(300, 900)) + 64 * documents)
+        costs.append(tokens[-1] + sum(own.values()))
+        shown.append(own)
+    return costs, tokens, shown
+
+
+def count_pictures(shares, shown):
+    return sum(len({p for i in batch for p in shown[i]}) for rank in shares for batch in rank)
+
+
+@st.composite
+def steps_with_pictures(draw):
+    tokens, costs, ranks, limit, least = draw(steps())
+    shown = [
+        {p: 1.0 + p for p in draw(st.lists(st.integers(0, 9), max_size=4, unique=True))} for _ in range(len(tokens))
+    ]
+    return tokens, [c + sum(own.values()) for c, own in zip(costs, shown, strict=True)], ranks, limit, least, shown
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps_with_pictures())
+def test_samples_that_share_pictures_are_computed_once_within_the_limit_too(step):
+    tokens, costs, ranks, limit, least, shown = step
+    shares = split_costs(costs, ranks, limit, tokens=tokens, least=least, pictures=shown)
+    plain = split_costs(costs, ranks, limit, tokens=tokens, least=least)
+    batches = [batch for share in shares for batch in share]
+    assert [len(share) for share in shares] == [len(share) for share in plain], "no more micro-batches"
+    assert sorted(i for batch in batches for i in batch) == list(range(len(costs)))
+    for batch in batches:
+        assert (len(batch) <= 1 or sum(tokens[i] for i in batch) <= limit) and batch == sorted(batch)
+    assert all(batches) or len(costs) < len(batches)
+    assert shares == split_costs(costs, ranks, limit, tokens=tokens, least=least, pictures=shown)
+    before, after = (shared_loads(costs, one, shown) for one in (plain, shares))
+    assert after.sum(1).max() + after.max(0).sum() <= (before.sum(1).max() + before.max(0).sum()) * (1 + 1e-9)
+    for own, load in zip(shares, after, strict=True):  # by hand: each picture once in a micro-batch
+        for batch, found in zip(own, load, strict=True):
+            language = sum(costs[i] - sum(shown[i].values()) for i in batch)
+            assert found == pytest.approx(language + sum({p: c for i in batch for p, c in shown[i].items()}.values()))
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_pictures_repeat_within_micro_batches(ranks):
+    """Of a catalogue in kinds a fifth fewer pictures are encoded, and what the heaviest rank computes falls."""
+    for seed in range(3):
+        costs, tokens, shown = catalogue(64, documents=8, pictures=400, kinds=20, seed=seed)
+        plain = split_costs(costs, ranks, 8192, tokens=tokens)
+        shares = split_costs(costs, ranks, 8192, tokens=tokens, pictures=shown)
+        distinct = len({p for own in shown for p in own})
+        assert distinct <= count_pictures(shares, shown) <= 0.8 * count_pictures(plain, shown)
+        heaviest = [shared_loads(costs, one, shown).sum(1).max() for one in (plain, shares)]
+        assert heaviest[1] < 0.9 * heaviest[0]
+        assert measure_balance(costs, shares, shown).rank <= 1.05
+
+
+def test_without_repeats_nothing_changes():
+    costs, tokens = mixture(256, seed=0)
+    alone = [{i: cost / 3} for i, cost in enumerate(costs)]
+    assert split_costs(costs, 8, LIMIT, tokens=tokens, pictures=alone) == split_costs(costs, 8, LIMIT, tokens=tokens)
+    free = [{0: 0.0}] * len(costs)
+    assert split_costs(costs, 8, LIMIT, tokens=tokens, pictures=free) == split_costs(costs, 8, LIMIT, tokens=tokens)

@@ -352,6 +352,9 @@ def test_two_wrong_things_in_one_place():
         ("chat", ["model.quantize=nf4", "trainable.language=full"], "packed weights cannot train. Set trainable.lang"),
         ("chat", ["model.quantize=nf4", "parallel.tp=2"], "packed weights cannot be cut by parallel.tp"),
         ("chat", ["trainable.merger=full", "parallel.vision_ranks=2"], "Set trainable.merger to frozen"),
+        ("chat", ["train.features=cache", "trainable.vision=lora"], "they change while trainable.vision is lora"),
+        ("chat", ["train.features=precompute", "trainable.merger=full"], "train.features is precompute: they change"),
+        ("chat", ["train.features=cache", "parallel.vision_ranks=1"], "Leave one of the two out"),
     ],
 )
 def test_settings_that_do_not_go_together(task, overrides, expected):
@@ -375,11 +378,8 @@ REFUSED = {  # a use of every key of LATER, and what may be used instead
     "model.attention": ("flash", "leave it at auto"),
     "train.hang_s": ("60.0", "leave it at 600.0"),
     "model.quantize": ("int8", "use none or nf4"),
-    "train.features": ("cache", "leave it at off"),
     "train.on_nonfinite": ("rollback", "use skip or stop"),
-    "curriculum": ("[{until: 0.5, pixels: {max: 100000}}]", "leave it empty"),
     "optim.name": ("adamw8bit", "use adamw or sgd"),
-    "loss.name": ("listwise_lambda", "use bce or group_softmax or pairwise"),
     "data.video.fps": ("1.0", "leave it at 2.0"),
     "data.video.max_frames": ("8", "leave it at 768"),
     "data.video.pixels": ("100", "leave it at null"),

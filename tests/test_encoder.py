@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import RunningRanks, rank_variables, run_litchi, run_litchi_ranks, start_litchi
+from processes import RunningRanks, rank_variables, run_litchi_ranks, start_litchi
 from runs import chat_rows, read_rows, rerank_rows
 from safetensors.torch import load_file
 
@@ -206,10 +206,10 @@ def assert_alike(folder, name, alone, steps):
 @pytest.mark.parametrize("task", ["rerank", "chat"])
 def test_a_run_with_evaluations_a_resume_and_an_export_ends_as_without(tmp_path, task):
     (tmp_path / "logs").mkdir()
-    alone = run_litchi(tmp_path / "logs" / "one", *run_words(tmp_path, task, "one", "train.steps=12"))
-    assert alone.status == 0, alone.err
-    layout = ("parallel.vision_ranks=1", "parallel.dp_shard=2" if task == "chat" else "parallel.dp_replicate=2")
-    words = run_words(tmp_path, task, "parted", *layout, "train.steps=12")
+    layout = ("train.steps=12", "parallel.dp_shard=2" if task == "chat" else "parallel.dp_replicate=2")
+    whole = run_litchi_ranks(tmp_path / "logs" / "whole", 2, *run_words(tmp_path, task, "whole", *layout))
+    assert [e.status for e in whole] == [0, 0], whole[0].err
+    words = run_words(tmp_path, task, "parted", *layout, "parallel.vision_ranks=1")
     begun = [start_litchi(tmp_path / "logs" / f"begun{e['RANK']}", *words, env=e) for e in rank_variables(3)]
     begun[0].wait_for("step  3/12")
     os.kill(begun[2].pid, signal.SIGTERM)  # the vision rank
@@ -218,4 +218,4 @@ def test_a_run_with_evaluations_a_resume_and_an_export_ends_as_without(tmp_path,
     again = run_litchi_ranks(tmp_path / "logs" / "again", 3, *words, timeout_s=120)
     assert [e.status for e in again] == [0, 0, 0], "\n".join(e.err[-2000:] for e in again)
     assert "resumed from" in again[0].err
-    assert_alike(tmp_path, "parted", "one", 12)
+    assert_alike(tmp_path, "parted", "whole", 12)

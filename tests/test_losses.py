@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from litchi.config import load_config
-from litchi.train.losses import LOSSES, bce, group_softmax, make_loss, pairwise
+from litchi.train.losses import LOSSES, bce, group_softmax, listwise_lambda, make_loss, pairwise
 
 SCORES = torch.tensor([2.0, -1.0, 0.5, 0.0, 3.0])
 TARGETS = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0])
@@ -80,7 +80,54 @@ def test_pairwise_margin():
     assert pairwise(SCORES, TARGETS, GROUPS, margin=0.7).item() == pytest.approx(by_hand)
 
 
-@pytest.mark.parametrize("name, units", [("bce", 8), ("group_softmax", 2), ("pairwise", 9)])
+def test_listwise_lambda_weighs_pairs_by_what_they_change_ndcg_by():
+    """Scores 2, -1, 0.5 rank the documents 1, 3, 2; grades 1, 3, 0."""
+    grades = torch.tensor([1.0, 3.0, 0.0])
+    d = [1.0, 1 / math.log2(3), 0.5]  # discounts of ranks 1, 2, 3
+    ideal = 3 * d[0] + 1 * d[1]
+    by_hand = (
+        2 * (d[0] - d[2]) / ideal * softplus(-(-1 - 2))  # document 1 above document 0: it stands last
+        + 3 * (d[1] - d[2]) / ideal * softplus(-(-1 - 0.5))
+        + 1 * (d[0] - d[1]) / ideal * softplus(-(2 - 0.5))
+    )
+    assert listwise_lambda(SCORES[:3], grades, ((0, 3),)).item() == pytest.approx(by_hand, rel=1e-6)
+
+
+def ndcg(scores, grades):
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])
+    gain = sum(grades[i] / math.log2(r + 2) for r, i in enumerate(order))
+    return gain / sum(g / math.log2(r + 2) for r, g in enumerate(sorted(grades, reverse=True)))
+
+
+def test_listwise_lambda_weights_are_the_changes_of_the_metric():
+    """Exchanging the scores of two documents changes nDCG by just the weight of their pair."""
+    scores, grades = [0.3, -0.2, 1.1, 0.7], [2.0, 0.0, 1.0, 0.0]
+    by_hand = 0.0
+    for i in range(4):
+        for j in range(4):
+            if grades[i] > grades[j]:
+                swapped = list(scores)
+                swapped[i], swapped[j] = scores[j], scores[i]
+                change = abs(ndcg(swapped, grades) - ndcg(scores, grades))
+                by_hand += change * softplus(-(scores[i] - scores[j]))
+    found = listwise_lambda(torch.tensor(scores), torch.tensor(grades), ((0, 4),))
+    assert found.item() == pytest.approx(by_hand, rel=1e-5) and by_hand > 0.1
+
+
+def test_listwise_lambda_learns_from_ties_and_leaves_one_sided_groups():
+    scores = torch.zeros(4, requires_grad=True)
+    listwise_lambda(scores, torch.tensor([0.0, 1.0, 0.0, 0.0]), ((0, 4),)).backward()
+    assert scores.grad[1] < 0 and (scores.grad[[0, 2, 3]] >= 0).all() and scores.grad.sum().abs() < 1e-6
+    shuffled = listwise_lambda(torch.zeros(4), torch.tensor([1.0, 0.0, 0.0, 0.0]), ((0, 4),))
+    assert shuffled.item() == pytest.approx(listwise_lambda(torch.zeros(4), torch.eye(4)[3], ((0, 4),)).item())
+    for grade in (0.0, 1.0):
+        scores = SCORES[:3].clone().requires_grad_()
+        loss = listwise_lambda(scores, torch.full((3,), grade), ((0, 3),))
+        loss.backward()
+        assert loss == 0 and not scores.grad.any()
+
+
+@pytest.mark.parametrize("name, units", [("bce", 8), ("group_softmax", 2), ("pairwise", 9), ("listwise_lambda", 2)])
 def test_units(name, units):
     grades = torch.tensor([2.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
     groups = ((0, 3), (3, 8))  # pairs: three of the first, twice three of the second

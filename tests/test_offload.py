@@ -20,10 +20,11 @@ from litchi.dist import Ranks
 from litchi.errors import UsageError
 from litchi.parallel import apply
 from litchi.parallel.mesh import Layout
-from litchi.train.checkpoint import list_checkpoints, load_checkpoint, optimizer_state, save_checkpoint
+from litchi.train.checkpoint import list_checkpoints, load_checkpoint, optimizer_state
 from litchi.train.losses import make_loss
 from litchi.train.offload import OffloadedOptimizer, check_offload
 from litchi.train.optim import set_rate
+from litchi.train.saver import save_checkpoint
 from litchi.train.setup import prepare_run
 from litchi.train.step import train_step
 

@@ -24,6 +24,7 @@ from litchi.scale.selfcheck import (
     run_jobs,
     write_rows,
 )
+
 WRAPPERS = {  # of those whose wrapper is not in the name
     "TP 2": "none",
     "TP 4": "none",

@@ -186,6 +186,9 @@ def train(
         list[str] | None, typer.Option("--slurm", metavar="KEY=VALUE", help="Submit as a job: nodes, gpus, time, ...")
     ] = None,
     show: Annotated[bool, typer.Option("--print", help="With --slurm: print the script instead.")] = False,
+    profile: Annotated[
+        int, typer.Option("--profile", min=0, metavar="STEPS", help="Trace so many steps, into the run's folder.")
+    ] = 0,
     engine: Annotated[
         Engine, typer.Option("--engine", help="What starts the ranks: torch, or a Ray cluster.")
     ] = "torch",
@@ -216,7 +219,7 @@ def train(
     def body(ranks: Ranks) -> None:
         from litchi.train.loop import train_run
 
-        train_run(settings, ranks, fresh=fresh, allow_changed=allow_changed or [])
+        train_run(settings, ranks, fresh=fresh, allow_changed=allow_changed or [], profile=profile)
 
     if engine == "ray":
         from litchi.parallel.ray import run_on_ray

@@ -191,6 +191,15 @@ class Example:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Of a group that was cut because it exceeds a micro-batch: which group of the step, and where its rows begin."""
+
+    group: int
+    first: int
+    targets: tuple[float, ...]  # of the whole group
+
+
+@dataclass(frozen=True)
 class Batch:
     """A micro-batch of one rank: a forest of spans on one token stream, without padding.
 
@@ -213,6 +222,15 @@ class Batch:
     units: int  # what this batch adds to the divisor of the loss
     peer: int = -1  # with vision ranks: which of them its features come from; on one of them, which data rank's it is
     ahead: bool = False  # on a vision rank: its features are for the next step
+    # where groups are cut and their loss needs all their scores (`train/two_pass.py`):
+    rehearsed: bool = False  # whether all ranks compute the scores of their batch of this number first
+    cuts: tuple[Piece, ...] = ()  # of each of `groups`; () where they are whole
+    pull: Tensor | None = None  # float32 [R]: gradient of the loss by each score
+    told: float = 0.0  # loss of the groups whose first piece is here
+    # where features are kept (`train.features`), of the pictures this rank encodes, in their order:
+    kept: tuple[bool, ...] = ()  # whether the picture's features came along, instead of its patches
+    features: Tensor | None = None  # [rows, hidden]: of those
+    names: tuple[Any, ...] = ()  # of the others: what their features are to be kept under
 
     @property
     def tokens(self) -> int:

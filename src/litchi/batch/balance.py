@@ -16,7 +16,7 @@ from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 
-Shares = list[list[list[int]]]  # [rank][micro-batch] -> numbers of samples, in their order in the step
+from litchi.batch.sharing import Pictures, Shares, gather_pictures, shared_loads
 
 EVEN = 1.002  # heaviest rank / mean that is not improved on
 ROUNDS = 200  # exchanges at most; 0.1 ms each
@@ -27,7 +27,13 @@ PLACES = 2_000_000  # samples x micro-batches of a rank up to which each sample 
 
 
 def split_costs(
-    costs: Sequence[float], ranks: int, limit: float, *, tokens: Sequence[int] | None = None, least: int = 1
+    costs: Sequence[float],
+    ranks: int,
+    limit: float,
+    *,
+    tokens: Sequence[int] | None = None,
+    least: int = 1,
+    pictures: Pictures | None = None,
 ) -> Shares:
     """Share the samples of a step out over ranks and micro-batches.
 
@@ -37,6 +43,7 @@ def split_costs(
         limit: tokens of a micro-batch; a single sample above it gets a micro-batch of its own.
         tokens: of each sample; its cost where left out.
         least: micro-batches of a rank at least.
+        pictures: of each sample, those that are part of its cost; samples that share some are brought together.
 
     Returns:
         [rank][micro-batch] -> numbers into `costs`. A micro-batch is empty only where there are fewer samples than
@@ -50,7 +57,8 @@ def split_costs(
     bins = _Bins(cost, size, ranks, micro, limit, place)
     bins.fill_empty()
     bins.even_ranks()
-    return bins.line_up()
+    shares = bins.line_up()
+    return shares if pictures is None else gather_pictures(costs, shares, limit, size.tolist(), pictures)
 
 
 def share_pictures(grids: Sequence[tuple[int, int, int]], ranks: int) -> list[list[int]]:
@@ -77,10 +85,9 @@ class Balance:
     micro: float
 
 
-def measure_balance(costs: Sequence[float], shares: Shares) -> Balance:
-    """Balance of a split."""
-    cost = np.asarray(costs, np.float64)
-    loads = np.array([[cost[batch].sum() for batch in rank] for rank in shares])
+def measure_balance(costs: Sequence[float], shares: Shares, pictures: Pictures | None = None) -> Balance:
+    """Balance of a split; a picture counts once in a micro-batch where `pictures` are given as in `split_costs`."""
+    loads = shared_loads(costs, shares, pictures or [{}] * len(costs))
     mean = loads.sum() / len(loads)
     if not mean:
         return Balance(1.0, 1.0)

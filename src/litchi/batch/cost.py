@@ -6,7 +6,7 @@ The coefficients of a model are read in `model/flops.py`; without one, cost is t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 Grid = tuple[int, int, int]  # frames, rows, columns of a picture, in patches
@@ -21,12 +21,14 @@ class Work:
         pairs: (query, key) pairs in which a token attends (`forest_pairs`).
         rows: hidden states that go to the head.
         grids: of the distinct pictures.
+        pictures: a number for each of them, the same wherever the picture is met; () where nobody compares them.
     """
 
     tokens: int
     pairs: int
     rows: int
     grids: tuple[Grid, ...] = ()
+    pictures: tuple[int, ...] = ()
 
 
 def forest_pairs(prefix: int, children: Sequence[int] = ()) -> int:
@@ -56,6 +58,14 @@ class CostModel:
     def cost(self, work: Work) -> float:
         language = self.token * work.tokens + self.pair * work.pairs + self.row * work.rows
         return language + sum(_picture_cost(self, grid) for grid in work.grids) if work.grids else language
+
+    def without_pictures(self) -> CostModel:
+        """Where their features are kept: placing them costs next to nothing."""
+        return replace(self, patch=0.0, frame_pair=0.0, window_pair=0.0)
+
+    def picture_costs(self, work: Work) -> dict[int, float]:
+        """What each of the pictures adds to `cost`, by its number."""
+        return {number: _picture_cost(self, grid) for number, grid in zip(work.pictures, work.grids, strict=False)}
 
 
 BY_TOKENS = CostModel()

@@ -13,66 +13,23 @@ import pickle
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from litchi.batch.cost import Grid, Work, forest_pairs
-from litchi.batch.schedule import choose_negatives
+from litchi.batch.rows import RowCost, fit_grid, name_picture, number_pictures, pictures_by_span, same_object
 from litchi.data.jsonl import Lines, RowError, read_offsets
-from litchi.data.media import RULES, grid_of, media_warnings
+from litchi.data.media import RULES, media_warnings
 from litchi.data.render import Renderer
 from litchi.data.verdicts import Verdict, cache_root, check_media
-from litchi.types import IGNORE, ChatSample, Content, Example, Finding, Media, RerankSample, Sample, Source
+from litchi.types import IGNORE, ChatSample, Example, Finding, Media, RerankSample, Sample, Source
 
-INDEX_VERSION = 2  # raise when a change alters what a scan finds
+INDEX_VERSION = 3  # raise when a change alters what a scan finds
 CHUNK_ROWS = 256  # rows a worker scans between two signs of progress
 EXCLUDED = {"no_answer", "nothing_to_learn", "too_long"}  # rows that are left out without being wrong
 
 Gather = Callable[[Any], list[Any]]
 Progress = Callable[[int, int], None]
-
-
-class RowCost(NamedTuple):  # half the memory of a dataclass, and read from the cache in a third of the time
-    """A usable row. For a group, `documents` are the numbers that may take part, `lengths` their prompts' tokens.
-
-    `grids` are the row's distinct pictures: for a group the query's first, `shared` of them, which always take part;
-    `pictures` are, for each of `documents`, the numbers of those that come with it, () where none has any.
-    """
-
-    line: int  # number into Lines, from 0
-    id: str
-    tokens: int  # of the whole row: for a group, with its prefix counted once
-    patches: int
-    rows: int = 0  # chat: tokens that are trained on
-    prefix: int = 0
-    documents: tuple[int, ...] = ()
-    lengths: tuple[int, ...] = ()
-    positives: int = 0  # the first of `documents`; the others are negatives
-    grids: tuple[Grid, ...] = ()
-    shared: int = 0
-    pictures: tuple[tuple[int, ...], ...] = ()
-
-    def chosen(self, seed: int, epoch: int, wanted: int | None) -> tuple[int, ...] | None:
-        """Documents that take part in an epoch: all positives and the chosen negatives. None for chat."""
-        if not self.documents:
-            return None
-        negatives = self.documents[self.positives :]
-        picked = choose_negatives(seed, epoch, self.id, len(negatives), wanted)
-        return self.documents[: self.positives] + tuple(negatives[i] for i in picked)
-
-    def work(self, chosen: Sequence[int] | None) -> Work:
-        """What the row takes with these documents (their prefix is at least the whole group's)."""
-        if chosen is None:
-            return Work(self.tokens, forest_pairs(self.tokens), self.rows, self.grids)
-        at = [self.documents.index(d) for d in chosen]
-        children = [self.lengths[i] - self.prefix for i in at]
-        grids = self.grids
-        if self.pictures:
-            own = sorted({number for i in at for number in self.pictures[i]})
-            grids = self.grids[: self.shared] + tuple(self.grids[number] for number in own)
-        return Work(self.prefix + sum(children), forest_pairs(self.prefix, children), len(at), grids)
 
 
 @dataclass(frozen=True)
@@ -97,6 +54,10 @@ class SourceIndex:
     @property
     def patches(self) -> int:
         return sum(r.patches for r in self.rows)
+
+    def is_unchanged(self, media: Media) -> bool:
+        """Whether a picture is still the one that was scanned."""
+        return media.path is None or self.media.get(media.path) == _stamp(media.path)
 
     def source(self, row: RowCost) -> Source:
         return Source(self.path, int(self.lines.numbers[row.line]))
@@ -170,10 +131,11 @@ def _scan_sample(number: int, sample: Sample, verdicts: dict[str, Verdict], rend
         for code, text in media_warnings(verdicts[media.key].header):
             findings.append(Finding(sample.source.file, sample.source.line, "warning", code, f"{media.name}: {text}"))
     spec = renderer.processor.vision
-    example = renderer.render(usable, lambda media: grid_of(verdicts[media.key].header, spec))
+    sizes = {m.key: (verdicts[m.key].header.width, verdicts[m.key].header.height) for m in sample_media(usable)}
+    example = renderer.render(usable, lambda media: fit_grid(sizes[media.key], spec))
     if isinstance(sample, RerankSample) and isinstance(usable, RerankSample):
         numbers = {d.id: n for n, d in enumerate(sample.documents)}
-        return _group_cost(number, usable, numbers, example, rules, findings), findings
+        return _group_cost(number, usable, numbers, example, sizes, rules, findings), findings
     if example.tokens > rules.max_length:
         raise RowError("too_long", f"{example.tokens} tokens, data.max_length is {rules.max_length}")
     cost = RowCost(
@@ -182,15 +144,12 @@ def _scan_sample(number: int, sample: Sample, verdicts: dict[str, Verdict], rend
         tokens=example.tokens,
         patches=example.patches,
         rows=int((example.labels[1:] != IGNORE).sum()),
-        grids=tuple(_shared_grid(m.grid) for m in example.media),
+        grids=same_object(tuple(m.grid for m in example.media)),
+        sizes=same_object(tuple(sizes[m.media.key] for m in example.media)),
+        names=tuple(name_picture(m.media.key) for m in example.media),
+        shown=tuple(pictures_by_span(example, {m.media.key: n for n, m in enumerate(example.media)})),
     )
     return cost, findings
-
-
-@lru_cache(maxsize=65_536)
-def _shared_grid(grid: Grid) -> Grid:
-    """The same object for equal grids: an index has many pictures and few grids."""
-    return grid
 
 
 def _check_all(media: Iterable[Media], verdicts: dict[str, Verdict]) -> None:
@@ -221,14 +180,20 @@ def _drop_bad_negatives(sample: RerankSample, verdicts: dict[str, Verdict], rule
 
 
 def _group_cost(
-    number: int, sample: RerankSample, numbers: dict[str, int], example: Example, rules: ScanRules, findings: list
+    number: int,
+    sample: RerankSample,
+    numbers: dict[str, int],
+    example: Example,
+    sizes: dict[str, tuple[int, int]],
+    rules: ScanRules,
+    findings: list,
 ) -> RowCost:
     prefix = example.spans[0][1]
     lengths = [prefix + end - start for start, end, _ in example.spans[1:]]
     kept = []
-    for document, length in zip(sample.documents, lengths, strict=True):
+    for place, (document, length) in enumerate(zip(sample.documents, lengths, strict=True)):
         if length <= rules.max_length:
-            kept.append((document.label <= 0, numbers[document.id], length))
+            kept.append((document.label <= 0, numbers[document.id], length, place))
         elif document.label > 0 or rules.overlong == "error":
             raise RowError(
                 "too_long", f"document {document.id}: {length} tokens, data.max_length is {rules.max_length}"
@@ -236,41 +201,31 @@ def _group_cost(
         else:
             text = f"document {document.id} left out: {length} tokens, data.max_length is {rules.max_length}"
             findings.append(Finding(sample.source.file, sample.source.line, "warning", "too_long", text))
-    if rules.require_labels and not any(negative for negative, _, _ in kept):
+    if rules.require_labels and not any(negative for negative, *_ in kept):
         raise RowError("too_long", f"no negative is within data.max_length={rules.max_length}")
     if not kept:
         raise RowError("too_long", f"no document is within data.max_length={rules.max_length}")
     kept.sort()  # positives first, each kind in the order of the file
-    chosen = [n for _, n, _ in kept]
-    contents = {numbers[d.id]: d.content for d in sample.documents}
-    grids, shared, pictures = _group_pictures(sample.query, [contents[n] for n in chosen], example)
+    contents = [sample.documents[place].content for *_, place in kept]
+    keys, shared, pictures = number_pictures(sample.query, contents)
+    grids = {m.media.key: m.grid for m in example.media}
+    spans = pictures_by_span(example, keys)
     return RowCost(
         line=number,
         id=sample.id,
-        tokens=prefix + sum(n - prefix for _, _, n in kept),
-        patches=sum(t * h * w for t, h, w in grids),
+        tokens=prefix + sum(length - prefix for _, _, length, _ in kept),
+        patches=sum(t * h * w for t, h, w in (grids[key] for key in keys)),
         prefix=prefix,
-        documents=tuple(chosen),
-        lengths=tuple(n for _, _, n in kept),
-        positives=sum(not negative for negative, _, _ in kept),
-        grids=grids,
+        documents=tuple(n for _, n, _, _ in kept),
+        lengths=tuple(length for _, _, length, _ in kept),
+        positives=sum(not negative for negative, *_ in kept),
+        grids=same_object(tuple(grids[key] for key in keys)),
         shared=shared,
         pictures=pictures,
+        sizes=same_object(tuple(sizes[key] for key in keys)),
+        names=tuple(name_picture(key) for key in keys),
+        shown=(spans[0], *(spans[1 + place] for *_, place in kept)) if keys else (),
     )
-
-
-def _group_pictures(query: Content, documents: Sequence[Content], example: Example):
-    """Pictures of a group: grids of the distinct ones, the query's first; the query's number; each document's own."""
-    grid_of = {m.media.key: _shared_grid(m.grid) for m in example.media}
-    keys = list(dict.fromkeys(m.key for m in query.media))
-    shared, number = len(keys), {key: n for n, key in enumerate(keys)}
-    pictures = []
-    for content in documents:
-        own = dict.fromkeys(m.key for m in content.media)
-        for key in own:
-            number.setdefault(key, len(number))
-        pictures.append(tuple(number[key] for key in own if number[key] >= shared))
-    return tuple(grid_of[key] for key in number), shared, tuple(pictures) if any(pictures) else ()
 
 
 def _media_stamps(media: Iterable[Media]) -> dict[str, tuple[int, int]]:

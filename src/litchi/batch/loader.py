@@ -7,32 +7,55 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
-import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset
 
-from litchi.batch.balance import Balance, measure_balance, share_pictures, split_costs
+from litchi.batch.balance import Balance
 from litchi.batch.collate import CountUnits, collate
-from litchi.batch.cost import BY_TOKENS, CostModel
+from litchi.batch.cost import BY_TOKENS, CostModel, Grid
+from litchi.batch.curriculum import Curriculum
+from litchi.batch.cutting import Cut, Cuts, Pick, PlannedStep, plan_picks
 from litchi.batch.encoders import NOBODY, Job, choose_jobs, encoded_steps
-from litchi.batch.index import RowCost, SourceIndex
+from litchi.batch.index import SourceIndex, sample_media
+from litchi.batch.pictures import ALL, Share, find_features, list_pictures, load_patches, media_grid, naming
+from litchi.batch.rows import RowCost, name_picture
 from litchi.batch.schedule import EpochPlan
-from litchi.data.media import decode_image, grid_of, picture_patches, read_header
+from litchi.data.features import FeatureStore
 from litchi.data.render import Renderer
 from litchi.errors import DataError, UserError
-from litchi.types import Batch, ChatSample, Example, Media, PlacedMedia, Sample, Source
+from litchi.types import (
+    Batch,
+    ChatSample,
+    Example,
+    Media,
+    Piece,
+    PlacedMedia,
+    RerankSample,
+    Sample,
+    Source,
+    VisionSpec,
+)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The indexed sources, laid end to end: row numbers of the schedule count over all of them."""
+    """The indexed sources, laid end to end: row numbers of the schedule count over all of them.
+
+    Args:
+        renderers: one per source: each has its own media root.
+        spec: how pictures are cut, where rows were indexed under another pixel budget; None: as the renderers say.
+        features: of pictures that need no decoding.
+    """
 
     sources: tuple[SourceIndex, ...]
-    renderers: tuple[Renderer, ...]  # one per source: each has its own media root
+    renderers: tuple[Renderer, ...]
+    spec: VisionSpec | None = None
+    features: FeatureStore | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -41,14 +64,16 @@ class Corpus:
     def find(self, row: int) -> tuple[SourceIndex, RowCost, Renderer]:
         for source, renderer in zip(self.sources, self.renderers, strict=True):
             if row < len(source.rows):
-                return source, source.rows[row], renderer
+                cost = source.rows[row]
+                return source, cost if self.spec is None else cost.at(self.spec), renderer
             row -= len(source.rows)
         raise IndexError(row)
 
-    def patches(self, picks: Picks) -> int:
-        """Patches of the pictures of some rows, one that several rows share counted for each."""
-        grids = (grid for row, chosen in picks for grid in self.find(row)[1].work(chosen).grids)
-        return sum(t * h * w for t, h, w in grids)
+    def patches(self, picks: Sequence[Pick]) -> int:
+        """Patches of the pictures of some rows, one that several rows share counted once."""
+        works = (self.find(row)[1].work(chosen) for row, chosen, *_ in picks)
+        grids = {name: grid for work in works for name, grid in zip(work.pictures, work.grids, strict=True)}
+        return sum(t * h * w for t, h, w in grids.values())
 
     def load(self, row: int) -> Sample:
         source, cost, renderer = self.find(row)
@@ -57,8 +82,8 @@ class Corpus:
     def example(self, row: int, chosen: Sequence[int] | None) -> Example:
         """Render a row with these documents. Raises DataError when it is no longer what was indexed."""
         source, cost, renderer = self.find(row)
-        with _naming(source.source(cost)):
-            example = renderer.render(self.load(row), lambda media: media_grid(media, renderer), chosen)
+        with naming(source.source(cost)):
+            example = renderer.render(self.load(row), self._grids(source, cost, renderer), chosen)
         planned = cost.work(chosen).tokens  # fewer documents may share a longer prefix: a group may come out below it
         if example.tokens > planned or (not cost.documents and example.tokens < planned):
             raise DataError(
@@ -69,54 +94,39 @@ class Corpus:
             )
         return example
 
+    def piece(self, row: int, cut: Cut) -> Piece:
+        """What a piece of a group has to know of the whole."""
+        sample = self.load(row)
+        assert isinstance(sample, RerankSample)
+        return Piece(cut.group, cut.first, tuple(sample.documents[n].label for n in cut.documents))
+
     def prompt(self, row: int) -> Example:
         source, cost, renderer = self.find(row)
-        with _naming(source.source(cost)):
+        with naming(source.source(cost)):
             sample = self.load(row)
             assert isinstance(sample, ChatSample)
-            return renderer.render_prompt(sample, lambda media: media_grid(media, renderer))[0]
+            return renderer.render_prompt(sample, self._grids(source, cost, renderer))[0]
 
+    def picture(self, row: int, name: int, grid: Grid) -> tuple[PlacedMedia, Source, Renderer]:
+        """One of a row's pictures, by its number of `name_picture`."""
+        source, cost, renderer = self.find(row)
+        where = source.source(cost)
+        for media in sample_media(self.load(row)):
+            if name_picture(media.key) == name:
+                return PlacedMedia(media, grid), where, renderer
+        raise DataError(f"{cost.id} has other pictures than it was indexed with", where=where)
 
-@contextmanager
-def _naming(source: Source) -> Iterator[None]:
-    """Put the row into an error that does not know it."""
-    try:
-        yield
-    except DataError as error:
-        raise DataError(error.what, where=error.where or source, why=error.why, remedy=error.remedy) from error
+    def _grids(self, source: SourceIndex, cost: RowCost, renderer: Renderer) -> Callable[[Media], Grid]:
+        """Media -> grid: as indexed while the file is unchanged, else from its header."""
+        known = dict(zip(cost.names, cost.grids, strict=False))
 
+        def grid(media: Media) -> Grid:
+            indexed = known.get(name_picture(media.key))
+            if indexed is not None and source.is_unchanged(media):
+                return indexed
+            return media_grid(media, renderer, self.spec)
 
-def media_grid(media: Media, renderer: Renderer) -> tuple[int, int, int]:
-    """Grid of a picture from its header."""
-    return grid_of(read_header(media), renderer.processor.vision)
-
-
-Share = tuple[int, int]  # of the pictures of a batch: which of how many shares; (0, 0) is none
-ALL: Share = (0, 1)
-
-
-def load_patches(examples: Sequence[Example], renderer: Renderer, share: Share = ALL) -> dict[str, np.ndarray]:
-    """Decode each distinct picture of some examples once, or a share of them.
-
-    Raises:
-        DataError: a picture cannot be read, or is not what it was; it names the row and the file.
-    """
-    distinct: dict[str, tuple[PlacedMedia, Source]] = {}
-    for example in examples:
-        for placed in example.media:
-            distinct.setdefault(placed.media.key, (placed, example.source))
-    which, shares = share
-    grids = [placed.grid for placed, _ in distinct.values()]
-    mine = set(share_pictures(grids, shares)[which]) if shares else set()
-    patches: dict[str, np.ndarray] = {}
-    for number, (key, (placed, source)) in enumerate(distinct.items()):
-        if number in mine:
-            with _naming(source):
-                rgb = decode_image(placed.media, window=renderer.window)
-            patches[key], grid = picture_patches(rgb, spec=renderer.processor.vision)
-            if grid != placed.grid:
-                raise DataError(f"{placed.media.name} changed while the run was reading it", where=source)
-    return patches
+        return grid
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: it keys a cache, and holds large arrays
@@ -125,10 +135,13 @@ class StepPlan:
 
     Args:
         rank, ranks: of those that see different data; a rank behind them is a vision rank.
-        costs: what is shared out evenly; by default tokens.
+        costs: what is shared out evenly; by default tokens. From the second epoch on without pictures whose features
+            are kept.
         least: micro-batches of a rank in a step at least.
         pictures: the share of a batch's pictures that this rank decodes.
         encoders: vision ranks.
+        curriculum: the pixel budget of each step; None: the corpus's in all of them.
+        cuts: whether groups larger than a micro-batch are cut, and how.
     """
 
     corpus: Corpus
@@ -141,9 +154,15 @@ class StepPlan:
     least: int = 1
     pictures: Share = ALL
     encoders: int = 0
+    curriculum: Curriculum | None = None
+    cuts: Cuts = "never"
 
-    def micro_batches(self, step: int) -> list[list[tuple[int, tuple[int, ...] | None]]]:
-        """This rank's micro-batches of a step: lists of (row, chosen documents)."""
+    def corpus_at(self, step: int) -> Corpus:
+        """The corpus under the pixel budget of a step."""
+        return self.corpus if self.curriculum is None else replace(self.corpus, spec=self.curriculum.at(step))
+
+    def micro_batches(self, step: int) -> list[list[Pick]]:
+        """This rank's micro-batches of a step: lists of (row, chosen documents), for a piece also what it is of."""
         return [job.picks for job in self.jobs(step)]
 
     def jobs(self, step: int) -> list[Job]:
@@ -155,38 +174,41 @@ class StepPlan:
         encodes = self.rank >= self.ranks
         return encoded_steps(step, first=first, last=last) if encodes else range(step, step + 1)
 
+    def stretches(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Runs of steps that are prepared ahead of each other. Where features are kept, workers begin anew after the
+        first epoch: those who prepare the second should find all of the first's."""
+        end = (self.epochs.epoch_of(first) + 1) * self.epochs.steps_per_epoch
+        return [(first, last)] if self.corpus.features is None or end >= last else [(first, end), (end + 1, last)]
+
     def balance(self, step: int) -> Balance:
         """How even the planned cost of a step is."""
-        return _plan_step(self, step)[1]
+        return _plan_step(self, step).balance
+
+    def rehearsed(self, step: int) -> int:
+        """How many of each rank's first micro-batches are pieces of groups, whose scores all are needed first."""
+        return _plan_step(self, step).rehearsed
 
 
 @lru_cache(maxsize=16)
-def _plan_step(plan: StepPlan, step: int):
-    """[rank][micro-batch] -> picks, and the balance of their costs."""
-    epoch = plan.epochs.epoch_of(step)
-    picks, work = [], []
-    for row in plan.epochs.rows(step):
-        _, cost, _ = plan.corpus.find(int(row))
-        chosen = cost.chosen(plan.epochs.seed, epoch, plan.negatives)
-        picks.append((int(row), chosen))
-        work.append(cost.work(chosen))
-    costs = [plan.costs.cost(w) for w in work]
-    least = max(1, min(plan.least, len(picks) // plan.ranks))  # more would be empty
-    shares = split_costs(costs, plan.ranks, plan.micro_batch_tokens, tokens=[w.tokens for w in work], least=least)
-    return [[[picks[i] for i in micro] for micro in rank] for rank in shares], measure_balance(costs, shares)
+def _plan_step(plan: StepPlan, step: int) -> PlannedStep:
+    epoch, corpus = plan.epochs.epoch_of(step), plan.corpus_at(step)
+    rows = []
+    for row in map(int, plan.epochs.rows(step)):
+        _, cost, _ = corpus.find(row)
+        rows.append((row, cost, cost.chosen(plan.epochs.seed, epoch, plan.negatives)))
+    kept = epoch > 0 and corpus.features is not None
+    costs = plan.costs.without_pictures() if kept else plan.costs
+    return plan_picks(rows, costs, ranks=plan.ranks, limit=plan.micro_batch_tokens, least=plan.least, cuts=plan.cuts)
 
 
 @lru_cache(maxsize=16)
 def _plan_jobs(plan: StepPlan, step: int) -> list[Job]:
-    return choose_jobs(_plan_step(plan, step)[0], plan.corpus.patches, plan.encoders, plan.rank)
-
-
-Picks = Sequence[tuple[int, tuple[int, ...] | None]]  # (row, chosen documents)
+    return choose_jobs(_plan_step(plan, step).picks, plan.corpus_at(step).patches, plan.encoders, plan.rank)
 
 
 def make_batch(
     corpus: Corpus,
-    picks: Picks,
+    picks: Sequence[Pick],
     count_units: CountUnits | None = None,
     *,
     prompts: bool = False,
@@ -195,9 +217,20 @@ def make_batch(
 ) -> Batch:
     """Read, render, decode and collate some rows; with `prompts` up to where the last answer begins."""
     renderer = corpus.renderers[0]
-    examples = [corpus.prompt(row) if prompts else corpus.example(row, chosen) for row, chosen in picks]
-    batch = collate(examples, load_patches(examples, renderer, pictures), renderer.processor, count_units)
-    return replace(batch, peer=peer)
+    examples = [corpus.prompt(row) if prompts else corpus.example(row, chosen) for row, chosen, *_ in picks]
+    kept = find_features(list_pictures(examples, pictures), corpus.features)
+    patches = load_patches(examples, renderer, pictures, corpus.spec, kept)
+    batch = collate(examples, patches, renderer.processor, count_units)
+    cuts = tuple(corpus.piece(row, *cut) for row, _, *cut in picks if cut)
+    if cuts:
+        batch = replace(batch, cuts=cuts, units=_count_once(cuts, count_units))
+    return replace(batch, peer=peer, features=kept.features, kept=kept.flags, names=kept.names)
+
+
+def _count_once(cuts: Sequence[Piece], count_units: CountUnits | None) -> int:
+    """Units of groups in pieces: all of them where a group's first piece is."""
+    whole = [torch.tensor(cut.targets) for cut in cuts if cut.first == 0]
+    return sum(count_units(targets, ((0, len(targets)),)) if count_units else len(targets) for targets in whole)
 
 
 class MicroBatches(Dataset):
@@ -211,7 +244,8 @@ class MicroBatches(Dataset):
         plan = self.plan
         try:
             picks, peer = plan.jobs(step)[micro]
-            return make_batch(plan.corpus, picks, self.count_units, pictures=plan.pictures, peer=peer)
+            batch = make_batch(plan.corpus_at(step), picks, self.count_units, pictures=plan.pictures, peer=peer)
+            return replace(batch, rehearsed=micro < plan.rehearsed(step))
         except UserError as error:  # travels to the training process, which raises it there
             return error
 
@@ -257,15 +291,16 @@ def iterate_steps(
     Raises:
         UserError: what kept a micro-batch from being made, with file and line.
     """
-    made = _ahead(MicroBatches(plan, count_units), _Keys(plan, first, last), workers)
-    for step in range(first, last + 1):
-        start = time.perf_counter()
-        batches = [
-            replace(next(made), ahead=prepared > step)
-            for prepared in plan.prepared(step, first=first, last=last)
-            for _ in plan.jobs(prepared)
-        ]
-        yield step, batches, time.perf_counter() - start
+    for begin, end in plan.stretches(first, last):
+        made = prepare_ahead(MicroBatches(plan, count_units), _Keys(plan, begin, end), workers)
+        for step in range(begin, end + 1):
+            start = time.perf_counter()
+            batches = [
+                replace(next(made), ahead=prepared > step)
+                for prepared in plan.prepared(step, first=begin, last=end)
+                for _ in plan.jobs(prepared)
+            ]
+            yield step, batches, time.perf_counter() - start
 
 
 def iterate_jobs(
@@ -279,7 +314,7 @@ def iterate_jobs(
 ) -> Iterator[Batch]:
     """Batches of these jobs, in order, prepared ahead. Raises UserError as `iterate_steps` does."""
     made = FixedBatches(corpus, jobs, count_units, prompts=prompts, pictures=pictures)
-    return _ahead(made, range(len(jobs)), min(workers, len(jobs)))
+    return prepare_ahead(made, range(len(jobs)), min(workers, len(jobs)))
 
 
 def _ignore_signals(worker: int) -> None:
@@ -288,11 +323,17 @@ def _ignore_signals(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _ahead(dataset: Dataset, keys: Iterable, workers: int) -> Iterator[Batch]:
+def _as_it_is(made: Any) -> Any:
+    return made
+
+
+def prepare_ahead(dataset: Dataset, keys: Iterable, workers: int) -> Iterator[Any]:
+    """What a data set has under each of some keys, made by worker processes; an error it gives is raised here."""
     loader = DataLoader(
         dataset,
         sampler=keys,  # type: ignore[arg-type]  # any iterable will do
         batch_size=None,
+        collate_fn=_as_it_is,
         num_workers=workers,
         prefetch_factor=4 if workers else None,
         multiprocessing_context="fork" if workers else None,

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from litchi.batch.curriculum import largest_spec, stage_specs
 from litchi.batch.index import Gather, Progress, ScanRules, SourceIndex, build_index
 from litchi.batch.loader import Corpus
 from litchi.data.processor import Processor
 from litchi.data.render import Renderer
 from litchi.data.templates import find_template
 from litchi.errors import DataError
-from litchi.types import Finding
+from litchi.types import Finding, VisionSpec
 
 if TYPE_CHECKING:
     from litchi.config import Config, DataSource
@@ -43,19 +45,25 @@ def index_sources(
     processor: Processor,
     *,
     require_labels: bool = True,
+    by_curriculum: bool = False,
     rank: int = 0,
     ranks: int = 1,
     gather: Gather = lambda share: [share],
     progress: Callable[[str], Progress | None] = lambda name: None,
 ) -> Corpus:
-    """Scan all files of a list (see `build_index`)."""
+    """Scan all files of a list (see `build_index`).
+
+    Args:
+        by_curriculum: judge rows at the largest pixel budget of the run, as they are trained on.
+    """
     rules = ScanRules(config.data.max_length, config.data.overlong, config.data.verify, require_labels)
     renderers = tuple(make_renderer(config, processor, s.path) for s in sources)
+    spec = _largest(config, renderers) if by_curriculum else None
     indexes = tuple(
         build_index(
             source.path,
             source.name,
-            renderer,
+            renderer if spec is None else _with_spec(renderer, spec),
             rules,
             rank=rank,
             ranks=ranks,
@@ -65,7 +73,20 @@ def index_sources(
         )
         for source, renderer in zip(sources, renderers, strict=True)
     )
-    return Corpus(indexes, renderers)
+    return Corpus(indexes, renderers, None if spec is None else renderers[0].processor.vision)
+
+
+def _largest(config: Config, renderers: Sequence[Renderer]) -> VisionSpec | None:
+    """The largest pixel budget of the curriculum and of `data.pixels`; None where it is the latter."""
+    if not renderers:
+        return None
+    processor = renderers[0].processor
+    largest = largest_spec((processor.vision, *stage_specs(config.curriculum, processor)))
+    return None if largest == processor.vision else largest
+
+
+def _with_spec(renderer: Renderer, spec: VisionSpec) -> Renderer:
+    return replace(renderer, processor=replace(renderer.processor, vision=spec))
 
 
 def refuse_bad(indexes: Sequence[SourceIndex], config: Config) -> list[Finding]:

@@ -213,6 +213,7 @@ def _conflicts(config: Config, *, training: bool) -> Iterator[_Problem]:
     if data.pixels.min and data.pixels.max and data.pixels.min > data.pixels.max:
         text = f"data.pixels.min is {data.pixels.min}: at most data.pixels.max, {data.pixels.max}"
         yield _Problem(text, ("data.pixels.min", "data.pixels.max"))
+    yield from _stage_conflicts(config.curriculum)
     names = [source.name for source in data.eval]
     for name in sorted({name for name in names if names.count(name) > 1}):
         text = f"data.eval has {names.count(name)} sets named {show(name)}: give each its own `name`"
@@ -238,10 +239,42 @@ def _conflicts(config: Config, *, training: bool) -> Iterator[_Problem]:
         if config.parallel.vision_ranks and parts[name]["mode"] != "frozen":
             text = f"parallel.vision_ranks is {config.parallel.vision_ranks}: these ranks learn nothing"
             yield _Problem(f"{text}. Set trainable.{name} to frozen", ("parallel.vision_ranks", f"trainable.{name}"))
+    yield from _feature_conflicts(config)
     if training:
         if all(part["mode"] == "frozen" for part in parts.values()):
             yield _Problem("trainable: every part is frozen, so nothing would be trained", ("trainable",))
         yield from _watching_conflicts(train, measured=bool(data.eval))
+
+
+def _feature_conflicts(config: Config) -> Iterator[_Problem]:
+    """Features are computed once where nothing that gives them changes, and by the ranks that use them."""
+    if config.train.features == "off":
+        return
+    text = f"train.features is {config.train.features}"
+    for name in ("vision", "merger"):
+        mode = getattr(config.trainable, name).mode
+        if mode != "frozen":
+            yield _Problem(
+                f"{text}: they change while trainable.{name} is {mode}. Set it to frozen, or train.features to off",
+                ("train.features", f"trainable.{name}"),
+            )
+    if config.parallel.vision_ranks:
+        yield _Problem(
+            f"{text}: with parallel.vision_ranks those ranks compute them ahead. Leave one of the two out",
+            ("train.features", "parallel.vision_ranks"),
+        )
+
+
+def _stage_conflicts(stages: Sequence[Stage]) -> Iterator[_Problem]:
+    """Stages that cannot follow each other; a step against a fraction is decided once the run's length is known."""
+    for number, stage in enumerate(stages, 1):
+        if stage.pixels.min and stage.pixels.max and stage.pixels.min > stage.pixels.max:
+            text = f"curriculum: in stage {number} pixels.min is {stage.pixels.min}: at most its pixels.max"
+            yield _Problem(f"{text}, {stage.pixels.max}", ("curriculum",))
+        before = [s.until for s in stages[: number - 1] if type(s.until) is type(stage.until)]
+        if before and stage.until <= before[-1]:
+            text = f"curriculum: stage {number} ends at {stage.until}, one before it at {before[-1]}"
+            yield _Problem(f"{text}: let `until` rise from stage to stage", ("curriculum",))
 
 
 def _placement_conflicts(config: Config) -> Iterator[_Problem]:

@@ -75,7 +75,8 @@ class Loss(Section):
 
     name: Literal["ce", "bce", "group_softmax", "pairwise", "listwise_lambda"] = "bce"
     """`ce` for chat (its default); for rerank `bce` (its default; yes or no for each document), `group_softmax`
-    (the positive among its group), `pairwise` (each positive against each negative) or `listwise_lambda`."""
+    (the positive among its group), `pairwise` (each positive against each negative) or `listwise_lambda` (each pair,
+    by what it is worth in nDCG)."""
     weight: Weight = 1.0
     """bce: how much a positive counts against a negative; `balanced` makes both sides of a group count the same."""
     temperature: Annotated[float, Gt(0)] = 1.0
@@ -272,7 +273,8 @@ class Train(Section):
     global_batch_size: Positive = 32
     """Samples (rerank: groups) of a step on all ranks together. Accumulation follows from it and is printed."""
     micro_batch_tokens: AutoTokens = None
-    """Tokens a rank takes at once; `auto`: 16384 on a GPU, 8192 on CPU. A larger sample goes alone."""
+    """Tokens a rank takes at once; `auto`: 16384 on a GPU, 8192 on CPU. A larger sample goes alone; a larger
+    group is cut into pieces, with the loss and gradient of the whole."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """What is computed in; `auto`: bf16 on a GPU that can, fp32 on CPU."""
     seed: Annotated[int, Ge(0)] = 0
@@ -285,13 +287,17 @@ class Train(Section):
     """What is held in the machine's memory instead of the GPU's: the optimizer's state and update, or with `all` the
     weights and their gradients too (sharded weights only, `parallel.dp_shard` above 1)."""
     features: Literal["off", "cache", "precompute"] = "off"
-    """Features of a frozen vision tower: computed each time, kept from the first, or computed before step 1."""
+    """Features of a frozen vision tower: computed each time, kept from the first (in files that all runs share, below
+    `LITCHI_CACHE`), or all computed before step 1."""
     log_every: Positive = 1
     """Steps between lines on the screen; `metrics.jsonl` has every step."""
     eval_every: Distance | None = None
     """When `data.eval` is measured; null: at the end only."""
     save_every: Distance | None = None
     """When a checkpoint is written; null: at the end, and when a signal stops the run."""
+    save: Literal["all", "weights"] = "all"
+    """What a checkpoint holds: all that a resume needs, or the trained weights alone (with adamw a third of the size),
+    to measure and export. A run that is stopped by a signal saves all in any case."""
     keep: Positive = 3
     """Newest checkpoints that are kept, besides the best."""
     best: str | None = None
@@ -332,9 +338,9 @@ class Stage(Section):
     """A part of the run with its own pixel budget."""
 
     until: Until
-    """Where the stage ends."""
+    """Last step of the stage, or a fraction of the run; it rises from stage to stage."""
     pixels: Pixels = Pixels()
-    """Its pixel budget."""
+    """Its pixel budget; a limit that is not given is that of `data.pixels`."""
 
 
 class Parallel(Section):
@@ -383,7 +389,8 @@ class Config(Section):
     curriculum: Annotated[
         tuple[Stage, ...], BeforeValidator(as_sections), Says("a list of {until, pixels: {min, max}}")
     ] = ()
-    """Stages of the run with their own pixel budgets, one after the other."""
+    """Stages of the run with their own pixel budgets, one after the other; what follows the last stage, evaluation and
+    the export have `data.pixels`. A row is usable if it is under the largest of all budgets."""
     parallel: Annotated[Parallel, Says("auto, or sizes of axes")] = Parallel()
     """How ranks share the work."""
     track: Trackers | None = None
@@ -424,9 +431,9 @@ class Config(Section):
 # What a layout, a machine or a report changes, and the numbers of a run do not depend on.
 SAME_NUMBERS = (
     *("output", "track", "eval", "parallel", "data.eval", "data.workers", "data.verify", "model.attention"),
-    *("train.log_every", "train.eval_every", "train.save_every", "train.keep", "train.best", "train.early_stop"),
-    *("train.hang_s", "train.export", "train.micro_batch_tokens", "train.checkpoint_activations", "train.offload"),
-    *("train.features", "train.deterministic", "model.placement"),
+    *("train.log_every", "train.eval_every", "train.save_every", "train.save", "train.keep", "train.best"),
+    *("train.early_stop", "train.hang_s", "train.export", "train.micro_batch_tokens", "train.offload"),
+    *("train.checkpoint_activations", "train.features", "train.deterministic", "model.placement"),
 )
 
 

@@ -18,6 +18,7 @@ from litchi.batch.collate import CountUnits
 from litchi.batch.encoders import Job, choose_jobs
 from litchi.batch.index import SourceIndex
 from litchi.batch.loader import Corpus, iterate_jobs
+from litchi.data.features import FeatureStore
 from litchi.data.processor import END_OF_TURN, Processor
 from litchi.data.render import Renderer
 from litchi.dist import Ranks, gather_objects, max_ranks, sum_ranks
@@ -34,11 +35,12 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class EvalSet:
-    """A named set: the usable rows of a file, or the first `max_rows` of them."""
+    """A named set: the usable rows of a file, or the first `max_rows` of them. `features` as in `Corpus`."""
 
     index: SourceIndex
     renderer: Renderer
     max_rows: int | None = None
+    features: FeatureStore | None = None
 
     @property
     def name(self) -> str:
@@ -51,7 +53,7 @@ class EvalSet:
 
     @property
     def corpus(self) -> Corpus:
-        return Corpus((self.index,), (self.renderer,))
+        return Corpus((self.index,), (self.renderer,), features=self.features)
 
     def share(self, wrapped: Wrapped, micro_batch_tokens: int) -> list[Job]:
         """This rank's micro-batches; as many as every other rank has, or those a vision rank encodes pictures of."""
@@ -62,6 +64,7 @@ class EvalSet:
             wrapped.data_ranks,
             micro_batch_tokens,
             tokens=[w.tokens for w in work],
+            pictures=[costs.picture_costs(w) for w in work],
         )
         picks = [[[(i, self.index.rows[i].documents or None) for i in batch] for batch in own] for own in shares]
         return choose_jobs(picks, self.corpus.patches, wrapped.layout.vision_ranks, wrapped.data_rank)

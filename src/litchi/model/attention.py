@@ -13,8 +13,6 @@ keyword `plan`. Without a plan (a plain forward or `generate`) it falls back to 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,75 +21,20 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from litchi.model.spans import Piece, Pieces, Plan
+
 NAME = "litchi_spans"
-
-Span = tuple[int, int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """`count` equal blocks side by side: queries [q0, q1) against keys [k0, k1), both cut into `count` parts.
-
-    `first` marks the piece that opens its queries; the others are merged into what is there.
-    """
-
-    q0: int
-    q1: int
-    k0: int
-    k1: int
-    causal: bool
-    count: int = 1
-    first: bool = True
-
-
-@dataclass
-class Plan:
-    """What attends to what in one forward. An opaque object, so that FSDP's and checkpointing's walks skip it.
-
-    `full` are the pieces of ordinary layers, `window` those of the vision tower's windowed layers; `cache` is the
-    `KeyValueCache` while generating (`model/generate.py`); `sequence` trades tokens for heads where several ranks
-    hold the stream (`parallel/sequence.py`).
-    """
-
-    full: Sequence[Piece]
-    window: Sequence[Piece] | None = None
-    cache: object | None = field(default=None, repr=False)
-    sequence: Any = field(default=None, repr=False)
-
-
-def span_pieces(spans: Sequence[Span]) -> list[Piece]:
-    """Pieces of a forest: each span's own causal block (equal neighbours stacked), then span against ancestor.
-
-    Siblings that lie side by side attend to their ancestor in one piece.
-    """
-    own: list[Piece] = []
-    ancestors: list[Piece] = []
-    open_runs: dict[tuple[int, int], int] = {}  # (k0, k1) -> number in `ancestors` of the run that may still grow
-    for start, end, parent in spans:
-        last = own[-1] if own else None
-        size = end - start
-        if last is not None and last.q1 == start and (last.q1 - last.q0) == size * last.count:
-            own[-1] = Piece(last.q0, end, last.q0, end, True, last.count + 1)
-        else:
-            own.append(Piece(start, end, start, end, True))
-        while parent >= 0:
-            k0, k1, above = spans[parent]
-            run = open_runs.get((k0, k1))
-            if run is not None and ancestors[run].q1 == start:
-                ancestors[run] = Piece(ancestors[run].q0, end, k0, k1, False, 1, False)
-            else:
-                open_runs[k0, k1] = len(ancestors)
-                ancestors.append(Piece(start, end, k0, k1, False, 1, False))
-            parent = above
-    return own + ancestors
 
 
 # ------------------------------------------------------------------------------------------------ piece by piece
 
 
 def _cut(x: Tensor, start: int, end: int, count: int) -> Tensor:
-    """[T, H, ...] -> [count, H, length, ...], a view."""
-    return x[start:end].unflatten(0, (count, -1)).transpose(1, 2)
+    """[T, H, ...] -> [count, H, length, ...], a view. One call and not three: with small pieces they add up."""
+    length = (end - start) // count
+    token, head, *rest = x.stride()
+    size = (count, x.shape[1], length, *x.shape[2:])
+    return x.as_strided(size, (length * token, head, token, *rest), x.storage_offset() + start * token)
 
 
 def _flash_block(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -141,7 +84,7 @@ def pieces_forward(
     Returns:
         output [T, Hq, D] in q's dtype and log-sum-exp fp32 [T, Hq].
     """
-    out = torch.empty_like(q)
+    out = q.new_empty(q.shape)  # contiguous, as what comes behind attention wants it
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     for p in pieces:
         query, key = (p.q0, p.q1, p.count), (p.k0, p.k1, p.count)
@@ -152,15 +95,28 @@ def pieces_forward(
             lse_here.copy_(part)
         else:  # in fp32: merging in bf16 would add to the error of shared prefixes
             merged = torch.logaddexp(lse_here, part)
-            kept = out_here.float() * (lse_here - merged).exp()[..., None]
-            out_here.copy_(kept.add_(o.float() * (part - merged).exp()[..., None]))
+            keeps, adds = ((t - merged).exp_()[..., None] for t in (lse_here, part))
+            if out.dtype == torch.float32:
+                out_here.mul_(keeps).addcmul_(o, adds)
+            else:
+                out_here.copy_((out_here.float() * keeps).add_(o.float() * adds))
             lse_here.copy_(merged)
     return out, lse
 
 
-def pieces_backward(grad, q, k, v, out, lse, pieces: Sequence[Piece], scale: float, block=_flash_block_backward):
-    """Gradients of q, k, v: each piece's backward with the merged output and log-sum-exp, summed."""
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+def pieces_backward(
+    grad, q, k, v, out, lse, pieces: Sequence[Piece], scale: float, block=_flash_block_backward, into=None
+):
+    """Gradients of q, k, v: each piece's backward with the merged output and log-sum-exp, summed.
+
+    Args:
+        into: room for the three, whose values do not matter; null: new tensors.
+    """
+    dq, dk, dv = into or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+    tiled = isinstance(pieces, Pieces) and pieces.tiled == len(q) == len(k)
+    if not tiled:
+        for total in (dq, dk, dv):
+            total.zero_()
     for p in pieces:
         query, key = (p.q0, p.q1, p.count), (p.k0, p.k1, p.count)
         part = block(
@@ -172,7 +128,11 @@ def pieces_backward(grad, q, k, v, out, lse, pieces: Sequence[Piece], scale: flo
             scale,
         )
         for total, where, share in zip((dq, dk, dv), (query, key, key), part, strict=True):
-            _cut(total, *where).add_(share)
+            here = _cut(total, *where)
+            if tiled and p.first:
+                here.copy_(share)
+            else:
+                here.add_(share)
     return dq, dk, dv
 
 
@@ -214,16 +174,37 @@ def _lengths(level: Sequence[Piece], device: torch.device):
     return pack(queries), pack(keys)
 
 
+def _calls(pieces: Sequence[Piece], device: torch.device) -> list:
+    """The variable-length calls of the pieces: (causal, first, queries, keys), the last two as `_lengths` gives them,
+    but with a slice for a run of tokens, which is a view and no copy."""
+    if isinstance(pieces, Pieces) and device in pieces.made:
+        return pieces.made[device]
+    calls = []
+    for level in _levels(pieces):
+        lengths = _lengths(level, torch.device("cpu"))
+        sides = [(_run_or_index(index, device), cu.to(device), longest) for index, cu, longest in lengths]
+        calls.append((level[0].causal, level[0].first, *sides))
+    if isinstance(pieces, Pieces):
+        pieces.made[device] = calls
+    return calls
+
+
+def _run_or_index(index: Tensor, device: torch.device) -> slice | Tensor:
+    start, count = int(index[0]), len(index)
+    if torch.equal(index, torch.arange(start, start + count)):
+        return slice(start, start + count)
+    return index.to(device)
+
+
 def varlen_forward(q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Piece], scale: float) -> tuple[Tensor, Tensor]:
     """`pieces_forward` on CUDA: one variable-length flash call per level (half precision only)."""
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-    for level in _levels(pieces):
-        (qi, cu_q, max_q), (ki, cu_k, max_k) = _lengths(level, q.device)
+    for causal, first, (qi, cu_q, max_q), (ki, cu_k, max_k) in _calls(pieces, q.device):
         o, part, *_ = torch.ops.aten._flash_attention_forward(
-            q[qi], k[ki], v[ki], cu_q, cu_k, max_q, max_k, 0.0, level[0].causal, False, scale=scale
+            q[qi], k[ki], v[ki], cu_q, cu_k, max_q, max_k, 0.0, causal, False, scale=scale
         )
         part = part.transpose(0, 1)
-        if level[0].first:
+        if first:
             out[qi], lse[qi] = o, part
         else:
             before = lse[qi]
@@ -241,31 +222,47 @@ def varlen_backward(
     """`pieces_backward` on CUDA."""
     dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (q, k, v))
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
-    for level in _levels(pieces):
-        (qi, cu_q, max_q), (ki, cu_k, max_k) = _lengths(level, q.device)
+    for causal, _, (qi, cu_q, max_q), (ki, cu_k, max_k) in _calls(pieces, q.device):
         part = torch.ops.aten._flash_attention_backward(
             grad[qi].contiguous(), q[qi], k[ki], v[ki], out[qi], lse[qi].transpose(0, 1).contiguous(),
-            cu_q, cu_k, max_q, max_k, 0.0, level[0].causal, state, state[:0], scale=scale,
+            cu_q, cu_k, max_q, max_k, 0.0, causal, state, state[:0], scale=scale,
         )  # fmt: skip
         for total, index, share in zip((dq, dk, dv), (qi, ki, ki), part, strict=True):
-            total.index_add_(0, index, share.float())
+            if isinstance(index, slice):
+                total[index].add_(share)
+            else:
+                total.index_add_(0, index, share.float())
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 # ------------------------------------------------------------------------------------------------ the one function
 
 
+def run_forward(q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Piece], scale: float) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp by the kernels of the device."""
+    if not q.is_cuda:
+        return pieces_forward(q, k, v, pieces, scale)
+    if q.dtype == torch.float32:
+        return pieces_forward(q, k, v, pieces, scale, _math_block)
+    return varlen_forward(q, k, v, pieces, scale)
+
+
+def run_backward(grad, q, k, v, out, lse, pieces: Sequence[Piece], scale: float, into=None):
+    """Gradients of q, k, v by the kernels of the device, in new tensors or in the three of `into`."""
+    if not grad.is_cuda:
+        return pieces_backward(grad, q, k, v, out, lse, pieces, scale, into=into)
+    if grad.dtype == torch.float32:
+        return pieces_backward(grad, q, k, v, out, lse, pieces, scale, _math_block_backward, into)
+    grads = varlen_backward(grad, q, k, v, out, lse, pieces, scale)
+    return grads if into is None else tuple(room.copy_(t) for room, t in zip(into, grads, strict=True))
+
+
 class PieceAttention(Function):
-    """q [T, Hq, D], k, v [T, Hk, D] after rope -> [T, Hq, D]."""
+    """q [R, Hq, D], k, v [T, Hk, D] after rope -> [R, Hq, D]."""
 
     @staticmethod
     def forward(ctx, q, k, v, pieces, scale):
-        if not q.is_cuda:
-            out, lse = pieces_forward(q, k, v, pieces, scale)
-        elif q.dtype == torch.float32:
-            out, lse = pieces_forward(q, k, v, pieces, scale, _math_block)
-        else:
-            out, lse = varlen_forward(q, k, v, pieces, scale)
+        out, lse = run_forward(q, k, v, pieces, scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.pieces, ctx.scale = pieces, scale
         return out
@@ -273,13 +270,7 @@ class PieceAttention(Function):
     @staticmethod
     def backward(ctx, grad):
         q, k, v, out, lse = ctx.saved_tensors
-        if not grad.is_cuda:
-            grads = pieces_backward(grad, q, k, v, out, lse, ctx.pieces, ctx.scale)
-        elif grad.dtype == torch.float32:
-            grads = pieces_backward(grad, q, k, v, out, lse, ctx.pieces, ctx.scale, _math_block_backward)
-        else:
-            grads = varlen_backward(grad, q, k, v, out, lse, ctx.pieces, ctx.scale)
-        return *grads, None, None
+        return *run_backward(grad, q, k, v, out, lse, ctx.pieces, ctx.scale), None, None
 
 
 def kernel_name(device: torch.device, dtype: torch.dtype) -> str:
@@ -301,23 +292,33 @@ def spans_attention(
     plan: Plan | None = None,
     **kwargs,
 ):
-    """What transformers calls: query [1, Hq, T, D], key and value [1, Hk, T, D] -> ([1, T, Hq, D], None)."""
+    """What transformers calls: query [1, Hq, T, D], key and value [1, Hk, T, D] -> ([1, T, Hq, D], None).
+
+    Faster leaves (`model/leaves.py`) go to `attend` by themselves.
+    """
     if plan is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     scale = module.head_dim**-0.5 if scaling is None else scaling
+    pieces = plan.window if plan.window is not None and module.windowed else plan.full
+    return attend(module, q, k, v, plan, pieces, scale)[None], None
+
+
+def attend(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, plan: Plan, pieces: Sequence[Piece], scale: float
+) -> Tensor:
+    """Attention of a layer: q [R, Hq, D], k, v [T, Hk, D] after rope -> [R, Hq, D]."""
     if plan.cache is not None:
         decoded = plan.cache.attend(module, q, k, v, scale)  # type: ignore[attr-defined]
         if decoded is not None:
-            return decoded[None], None
-    pieces = plan.window if plan.window is not None and module.windowed else plan.full
+            return decoded
     q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast rope hands back fp32 queries and keys beside bf16 values
     if plan.sequence is None:
-        return PieceAttention.apply(q, k, v, pieces, scale)[None], None
+        return PieceAttention.apply(q, k, v, pieces, scale)
     out = PieceAttention.apply(*plan.sequence.to_heads(q, k, v), pieces, scale)
-    return plan.sequence.to_tokens(out)[None], None
+    return plan.sequence.to_tokens(out)
 
 
 def register() -> None:

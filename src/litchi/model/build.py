@@ -17,6 +17,7 @@ from litchi.data.processor import Processor, load_processor
 from litchi.errors import MachineError, UsageError
 from litchi.model import attention
 from litchi.model.family import Family, find_family, part
+from litchi.model.leaves import Leaves, change_leaves
 from litchi.model.quantize import quantize_language
 from litchi.model.scoring import ask_rows
 from litchi.model.vision import mark_windowed
@@ -116,7 +117,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def build_model(folder: Path, *, dtype: torch.dtype, quantize: str = "none") -> Loaded:
+def build_model(folder: Path, *, dtype: torch.dtype, quantize: str = "none", leaves: Leaves = Leaves()) -> Loaded:
     """Build a model from a folder, its parameters on the meta device; buffers that no file holds are real.
 
     The class is chosen by `model_type`, never by the folder's name. Every tensor of the class must be in the files
@@ -126,6 +127,7 @@ def build_model(folder: Path, *, dtype: torch.dtype, quantize: str = "none") -> 
     Args:
         dtype: of the parameters.
         quantize: `nf4` lets the language layers hold their weights in 4 bits.
+        leaves: which modules get a faster forward.
 
     Raises:
         UsageError: not of the family, or tensors are missing, unexpected or of another shape, with counts;
@@ -156,6 +158,7 @@ def build_model(folder: Path, *, dtype: torch.dtype, quantize: str = "none") -> 
     tied = head.weight is part(hf, family.embedding).weight
     ask_rows(head)
     mark_windowed(part(hf, family.vision))
+    change_leaves(hf, family, leaves)
     if quantize == "nf4":
         quantize_language(hf, family)
     return Loaded(hf=hf, family=family, processor=processor, folder=folder, tied=tied)
@@ -171,9 +174,9 @@ def _make_buffers(hf: nn.Module) -> None:
                 setattr(module, name, fresh[name])
 
 
-def load_model(folder: Path, *, dtype: torch.dtype) -> Loaded:
+def load_model(folder: Path, *, dtype: torch.dtype, leaves: Leaves = Leaves()) -> Loaded:
     """Build a model and load its weights whole onto the CPU, or refuse as `build_model` does."""
-    loaded = build_model(folder, dtype=dtype)
+    loaded = build_model(folder, dtype=dtype, leaves=leaves)
     load_weights(loaded.hf, folder, torch.device("cpu"))
     return loaded
 

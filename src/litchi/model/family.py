@@ -37,6 +37,7 @@ class Family:
         architecture: the class in transformers.
         windowed: whether the vision tower attends in windows.
         language_linears, vision_linears, merger_linears: the linear layers LoRA may sit on, by last name.
+        roles: (class in transformers, what it is), of the modules `model/leaves.py` has faster forwards for.
     """
 
     model_type: str
@@ -65,6 +66,7 @@ class Family:
         Cut("mlp", columns=("gate_proj", "up_proj"), rows=("down_proj",)),
     )
     merger_cuts: Cuts = (Cut("mlp", columns=("0",), rows=("2",)),)
+    roles: tuple[tuple[str, str], ...] = ()
 
     def part_of(self, name: str) -> str:
         """The part a parameter or module belongs to. A tied head has no parameter of its own: it is language."""
@@ -84,13 +86,32 @@ class Family:
 
 
 FAMILIES = {
-    "qwen2_5_vl": Family(model_type="qwen2_5_vl", architecture="Qwen2_5_VLForConditionalGeneration", windowed=True),
+    "qwen2_5_vl": Family(
+        model_type="qwen2_5_vl",
+        architecture="Qwen2_5_VLForConditionalGeneration",
+        windowed=True,
+        roles=(
+            ("Qwen2_5_VisionPatchEmbed", "patches"),
+            ("Qwen2_5_VLVisionAttention", "vision_attention"),
+            ("Qwen2_5_VLAttention", "attention"),
+            ("Qwen2_5_VLRMSNorm", "norm"),
+            ("Qwen2_5_VLMLP", "gate"),
+            ("Qwen2MLP", "gate"),
+        ),
+    ),
     "qwen2_vl": Family(
         model_type="qwen2_vl",
         architecture="Qwen2VLForConditionalGeneration",
         windowed=False,
         vision_linears=("qkv", "proj", "fc1", "fc2"),
         vision_cuts=(Cut("attn", fused="qkv", rows=("proj",)), Cut("mlp", columns=("fc1",), rows=("fc2",))),
+        roles=(
+            ("PatchEmbed", "patches"),
+            ("VisionAttention", "vision_attention"),
+            ("Qwen2VLAttention", "attention"),
+            ("Qwen2VLRMSNorm", "norm"),
+            ("Qwen2MLP", "gate"),
+        ),
     ),
 }
 

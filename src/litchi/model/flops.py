@@ -5,7 +5,8 @@ the gradient of its input where something trains here or below, the gradient of 
 forward again with checkpointed activations. Attention takes 4 (heads x head_dim) for a pair in the forward (queries x
 keys, weights x values) and 10 in the backward, which has five such products because it computes the weights again
 (FlashAttention-2, arXiv 2307.08691, section 4.1). This is the count of PaLM's appendix B (arXiv 2204.02311) with
-frozen parts and real lengths. Norms, activations, rope and the embedding are left out: they take memory's time.
+frozen parts and real lengths, and without what `model/leaves.py` saves. Norms, activations, rope and the embedding are
+left out: they take memory's time.
 """
 
 from __future__ import annotations
@@ -45,12 +46,15 @@ def read_costs(
     through_merger = through_vision or modes["merger"] != "frozen"
     through_language = through_merger or modes["language"] != "frozen"
 
-    def linears(mode: str, through: bool, *layers: tuple[int, int], twice: bool = checkpoint) -> float:
-        """FLOPs of some linear layers for a token. `twice`: but for the last one, unless its LoRA comes behind it."""
+    def linears(
+        mode: str, through: bool, *layers: tuple[int, int], twice: bool = checkpoint, ends: bool = True
+    ) -> float:
+        """FLOPs of some linear layers for a token. `twice`: but for the one that `ends` the block, unless its LoRA
+        comes behind it."""
         weights = [n_in * n_out for n_in, n_out in layers]
         low = rank * sum(n_in + n_out for n_in, n_out in layers) if mode == "lora" else 0
         again = twice and through
-        repeated = weights if mode == "lora" else weights[:-1]
+        repeated = weights[:-1] if ends and mode != "lora" else weights
         passes = (1 + through + (mode == "full")) * sum(weights) + again * sum(repeated)
         return 2.0 * (passes + (3 + again) * low)
 
@@ -59,21 +63,24 @@ def read_costs(
 
     h, v = s.hidden, s.vision_hidden
     q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
-    layer = [(h, q), (h, kv), (h, kv), (q, h), (h, s.intermediate), (h, s.intermediate), (s.intermediate, h)]
+    kept = [(h, kv), (h, kv)]  # of the last layer for all tokens, the others only for rows that go to the head
+    asking = [(h, q), (q, h), (h, s.intermediate), (h, s.intermediate), (s.intermediate, h)]
     windows = config.get("model_type") != "qwen2_vl"  # whose blocks also have a gateless MLP
     i = s.vision_intermediate
     block = [(v, 3 * v), (v, v), *([(v, i), (v, i)] if windows else [(v, i)]), (i, v)]
     whole = len(vision.get("fullatt_block_indexes", (7, 15, 23, 31))) if windows else s.vision_depth
     merged = v * s.merge**2
     embeds = "full" if modes["vision"] == "full" else "frozen"  # LoRA leaves the patch embedding alone
-    patch = linears(embeds, False, (3 * s.temporal * s.patch**2, v), twice=False)
+    patch = linears(embeds, False, (3 * s.patch**2, v), twice=False)  # the frames of a still picture as one
     patch += s.vision_depth * linears(modes["vision"], through_vision, *block)
     merger = linears(modes["merger"], through_merger, (merged, merged), (merged, h), twice=False)
     head = "full" if s.tied and modes["language"] == "full" else modes["head"]
     return CostModel(
-        token=s.layers * linears(modes["language"], through_language, *layer),
-        pair=s.layers * 4.0 * q * attention(through_language),
-        row=linears(head, through_language, (h, 2 if scored else s.vocabulary), twice=False),
+        token=(s.layers - 1) * linears(modes["language"], through_language, *kept, *asking)
+        + linears(modes["language"], through_language, *kept, ends=False),
+        pair=(s.layers - 1) * 4.0 * q * attention(through_language),  # the last layer's rows have few
+        row=linears(modes["language"], through_language, *asking)
+        + linears(head, through_language, (h, 2 if scored else s.vocabulary), twice=False),
         patch=patch + merger / s.merge**2,
         frame_pair=whole * 4.0 * v * attention(through_vision),
         window_pair=(s.vision_depth - whole) * 4.0 * v * attention(through_vision),

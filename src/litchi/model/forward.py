@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from litchi.model.attention import Plan, span_pieces
 from litchi.model.family import Family, part
-from litchi.model.scoring import score_rows
+from litchi.model.features import TowerFeatures
+from litchi.model.leaves import leaves_out_rows
+from litchi.model.scoring import score_rows, token_loss
+from litchi.model.spans import Plan, row_pieces, span_pieces
 from litchi.model.vision import Grid, blank_picture, encode_pictures
 from litchi.types import Batch, VisionSpec
 
 ScoreLoss = Callable[[Tensor, Tensor, Sequence[tuple[int, int]]], Tensor]
-ROWS_PER_CHUNK = 1024  # rows of logits that exist at a time: 1,024 x 152,064 in fp32 are 0.6 GB
 
 
 @dataclass
@@ -86,6 +86,8 @@ class LitchiModel(nn.Module):
         self.always_vision = always_vision
         self.computes_on: torch.device | None = None
         self.shares = Shares()
+        self.features: TowerFeatures | None = None  # where those of a frozen tower are kept
+        self.leaves_out = leaves_out_rows(part(hf, family.language_layers)[-1])  # type: ignore[index]
 
     @property
     def device(self) -> torch.device:
@@ -103,7 +105,7 @@ class LitchiModel(nn.Module):
             The output; hidden states [T, hidden] where another stage goes on.
         """
         mine = self.part(batch)
-        hidden = self.layers(self.embed(mine) if received is None else received, mine)
+        hidden = self.layers(self.embed(mine) if received is None else received, mine, needed=self.shares.last)
         return self.finish(hidden, mine, batch) if self.shares.last else hidden
 
     def part(self, batch: Batch) -> Batch:
@@ -121,20 +123,34 @@ class LitchiModel(nn.Module):
             embedded.register_hook(torch.zeros_like)
         return self.place_pictures(embedded, batch)
 
-    def layers(self, hidden: Tensor, batch: Batch, cache: object | None = None) -> Tensor:
-        """Through the layers that are here, on the last stage also the norm. [T, hidden] -> [T, hidden]"""
-        return part(self.hf, self.family.language)(
+    def layers(self, hidden: Tensor, batch: Batch, cache: object | None = None, *, needed: bool = False) -> Tensor:
+        """Through the layers that are here, on the last stage also the norm.
+
+        Args:
+            hidden: [T, hidden].
+            cache: listens while generating.
+            needed: give only the rows that go to the head.
+
+        Returns:
+            [T, hidden], or [rows, hidden].
+        """
+        pieces = span_pieces(batch.spans)
+        plan = Plan(pieces, cache=cache, sequence=self.shares.sequence)
+        if needed and self.leaves_out:
+            plan.rows = batch.rows.to(self.device)
+            plan.last = pieces if plan.sequence is not None else row_pieces(batch.spans, batch.rows.tolist())
+        found = part(self.hf, self.family.language)(
             inputs_embeds=hidden[None],
             position_ids=batch.positions.to(self.device)[:, None],
             attention_mask=None,
             use_cache=False,
-            plan=Plan(span_pieces(batch.spans), cache=cache, sequence=self.shares.sequence),
+            plan=plan,
         ).last_hidden_state[0]
+        return found[batch.rows.to(self.device)] if needed and not self.leaves_out else found
 
     def finish(self, hidden: Tensor, mine: Batch, batch: Batch) -> Output:
-        """Head and loss, at the rows that need them."""
-        tensor = self.shares.tensor
-        hidden, targets = hidden[mine.rows.to(self.device)], mine.targets.to(self.device)
+        """Head and loss of the rows that need them. hidden [rows, hidden]"""
+        tensor, targets = self.shares.tensor, mine.targets.to(self.device)
         if tensor is not None:
             hidden = tensor.copy(hidden)  # from here on its ranks compute different parts
         if self.words is None:
@@ -145,6 +161,9 @@ class LitchiModel(nn.Module):
             scores = self.shares.sequence.gather_scores(scores, batch)
         if self.score_loss is None or not batch.groups or not self.shares.speaks:
             return Output(scores.sum() * 0.0, scores)
+        if batch.cuts:  # pieces of groups: their loss is known, and what it pulls each score by
+            pull = torch.zeros_like(scores) if batch.pull is None else batch.pull.to(scores)
+            return Output((pull * (scores - scores.detach())).sum() + batch.told, scores)
         return Output(self.score_loss(scores, targets, batch.groups), scores)
 
     def next_hidden(self, tokens: Tensor, positions: Tensor, cache: object) -> Tensor:
@@ -163,6 +182,9 @@ class LitchiModel(nn.Module):
             return embedded
 
         def encode(pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
+            if batch.kept:
+                assert self.features is not None, "the batch names pictures whose features are to be kept"
+                return self.features.complete(self, batch, pixels, grids).to(embedded.dtype)
             return (
                 self.encode(pixels, grids).to(embedded.dtype) if grids or self.always_vision else embedded.detach()[:0]
             )
@@ -188,10 +210,5 @@ class LitchiModel(nn.Module):
 
     def token_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Sum of the cross entropy of each row. hidden [R, hidden], targets [R] -> []"""
-        head = part(self.hf, self.family.head)
-        if not len(hidden):
-            return head(hidden).float().sum()
-        return sum(
-            F.cross_entropy(head(h).float(), t, reduction="sum")
-            for h, t in zip(hidden.split(ROWS_PER_CHUNK), targets.split(ROWS_PER_CHUNK), strict=True)
-        )  # type: ignore[return-value]
+        vocabulary = int(self.hf.config.get_text_config().vocab_size)  # type: ignore[union-attr,operator]
+        return token_loss(part(self.hf, self.family.head), hidden, targets, vocabulary)

@@ -1,4 +1,5 @@
-"""score = logit(yes) - logit(no), in fp32, from two rows of the head: the full vocabulary is never multiplied."""
+"""What is asked of the head: score = logit(yes) - logit(no), in fp32, from two of its rows, without multiplying the
+full vocabulary; or the token loss, without keeping the logits."""
 
 from __future__ import annotations
 
@@ -7,11 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from litchi.model.token_loss import plain_token_loss, repeated_token_loss
+
 
 class HeadRows(nn.Linear):
-    """The head with a forward that can be asked for some of its rows. Same parameters, same names."""
+    """The head with a forward that can be asked for some of its rows, or for the loss of targets. Same parameters,
+    same names. Both happen in here, where the weight is whole under FSDP2."""
 
-    def forward(self, hidden: Tensor, rows: tuple[int, ...] | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, rows: tuple[int, ...] | None = None, targets: Tensor | None = None) -> Tensor:
+        if targets is not None:
+            return plain_token_loss(hidden, self.weight, targets)
         if rows is None:
             return super().forward(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -23,6 +29,15 @@ def ask_rows(head: nn.Module) -> None:
     """Give a plain linear head the forward of `HeadRows`, in place. Done before sharding and adapters."""
     assert type(head) is nn.Linear and head.bias is None
     head.__class__ = HeadRows
+
+
+def token_loss(head: nn.Module, hidden: Tensor, targets: Tensor, vocabulary: int) -> Tensor:
+    """Sum of the cross entropies of hidden states [R, hidden] behind the head against tokens [R]. []"""
+    if not len(hidden):
+        return head(hidden).float().sum()
+    if isinstance(head, HeadRows):
+        return head(hidden, targets=targets)
+    return repeated_token_loss(head, hidden, targets, vocabulary)
 
 
 def score_rows(head: nn.Module, hidden: Tensor, words: tuple[int, int]) -> Tensor:

@@ -6,15 +6,17 @@ made. Windows of equal size are laid side by side so that they are one attention
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from litchi.model.attention import Piece, Plan
+from litchi.model.leaves import folds_stills
+from litchi.model.spans import Piece, Pieces, Plan
 from litchi.types import VisionSpec
 
 Grid = tuple[int, int, int]
@@ -60,7 +62,7 @@ def vision_layout(grids: Sequence[Grid], spec: VisionSpec) -> VisionLayout:
     """Lay the pictures of a batch side by side."""
     unit = spec.merge * spec.merge
     side = spec.window // spec.factor if spec.window else None
-    orders, coordinates, full, window = [], [], [], []
+    orders, coordinates, full, window = [], [], Pieces(), Pieces()
     at = 0  # in patches
     for grid in grids:
         order, runs, where = _grid_layout(grid, spec.merge, side)
@@ -85,20 +87,38 @@ def mark_windowed(tower: nn.Module) -> None:
         block.attn.windowed = full is not None and i not in full
 
 
-def normalise_patches(pixels: Tensor, spec: VisionSpec) -> Tensor:
-    """uint8 [P, 3 * patch^2] -> fp32 [P, 3 * temporal * patch^2], as the family's processor does it."""
+def normalise_patches(pixels: Tensor, spec: VisionSpec, *, fold: bool = False) -> Tensor:
+    """Patches as the family's processor normalises them.
+
+    Args:
+        pixels: uint8 [P, 3 * patch^2] of still pictures, or [P, 3 * temporal * patch^2] where frames differ.
+        fold: leave the equal frames of still pictures as one.
+
+    Returns:
+        fp32 [P, 3 * temporal * patch^2], or [P, 3 * patch^2] where they are left as one.
+    """
     mean = torch.tensor(spec.mean, device=pixels.device)[:, None] * 255
     std = torch.tensor(spec.std, device=pixels.device)[:, None] * 255
-    frame = (pixels.view(len(pixels), 3, -1).float() - mean) / std
-    return frame[:, :, None].expand(-1, -1, spec.temporal, -1).reshape(len(pixels), -1)
+    values = pixels.view(len(pixels), 3, -1).to(torch.float32).sub_(mean).div_(std)
+    if fold or values.shape[-1] != spec.patch**2:
+        return values.flatten(1)
+    return values[:, :, None].expand(-1, -1, spec.temporal, -1).reshape(len(pixels), -1)
 
 
-def encode_pictures(tower: nn.Module, pixels: Tensor, grids: Sequence[Grid], spec: VisionSpec) -> Tensor:
+def encode_pictures(
+    tower: nn.Module,
+    pixels: Tensor,
+    grids: Sequence[Grid],
+    spec: VisionSpec,
+    *,
+    call: Callable[..., Any] | None = None,
+) -> Tensor:
     """One call of the tower for all pictures.
 
     Args:
-        pixels: uint8 [P, 3 * patch^2].
+        pixels: uint8 as `normalise_patches` takes them.
         grids: of each picture, in patches.
+        call: is called instead of the tower, with its arguments.
 
     Returns:
         Features [N, hidden] in the pictures' own token order.
@@ -113,8 +133,8 @@ def encode_pictures(tower: nn.Module, pixels: Tensor, grids: Sequence[Grid], spe
         if spec.window
         else {}
     )
-    return tower(
-        normalise_patches(pixels, spec),
+    return (call or tower)(
+        normalise_patches(pixels, spec, fold=folds_stills(tower)),
         None,
         position_ids=layout.coordinates.to(device),
         cu_seqlens=whole,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -176,6 +177,7 @@ def apply_parallel(
     checkpoint: bool,
     tied: bool = False,
     offload: bool = False,
+    whole_tower: bool = False,
     fill: Callable[[], None] | None = None,
 ) -> Wrapped:
     """Wrap the owner. Its trainable parts are set and adapters are in place.
@@ -188,6 +190,8 @@ def apply_parallel(
         checkpoint: compute activations twice instead of keeping them.
         tied: whether the head is the embedding.
         offload: keep shards, gradients and optimizer state in the machine's memory (FSDP2).
+        whole_tower: keep the vision tower, which is frozen, whole on each rank: it is called where features are not
+            kept yet, which may be on one rank alone.
         fill: gives the parameters that are left their values, on this rank's device.
     """
     wrapped = Wrapped(owner, owner, layout, ranks.rank, precision, weights=count_weights(owner.hf))
@@ -196,15 +200,15 @@ def apply_parallel(
         # transformers makes the embeddings' outputs require gradients, for the reentrant kind: a frozen tower would
         # pay a whole backward for nothing
         owner.hf.disable_input_require_grads()  # type: ignore[operator]
-    owner.always_vision = not layout.vision_ranks and _always_vision(owner, layout)
+    owner.always_vision = not (layout.vision_ranks or whole_tower) and _always_vision(owner, layout)
     if layout.vision_ranks:
         _part_vision(wrapped, ranks)
     if layout.ranks > 1:
-        mesh = Mesh(layout, ranks.device.type)  # made by all ranks, also by vision ranks, which are not in it
+        mesh = find_mesh(layout, ranks.device.type)  # made by all ranks, also by vision ranks, which are not in it
         if wrapped.encoder is None:
             _share_batch(wrapped, mesh, ranks, tied=tied)
             if layout.wrapper in ("FSDP2", "HSDP"):
-                _shard(wrapped, mesh, ranks, offload=offload)
+                _shard(wrapped, mesh, ranks, offload=offload, whole_tower=whole_tower)
     if fill is not None:
         fill()
     else:
@@ -235,6 +239,19 @@ def _always_vision(owner: LitchiModel, layout: Layout) -> bool:
     trained = {n for n, p in owner.hf.named_parameters() if p.requires_grad}
     vision = {n for n in trained if n.startswith(f"{owner.family.vision}.")}
     return trained == vision or layout.wrapper in ("FSDP2", "HSDP") or (layout.wrapper == "DDP" and bool(vision))
+
+
+MESHES: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Layout, str], Mesh]] = WeakKeyDictionary()
+
+
+def find_mesh(layout: Layout, device_type: str) -> Mesh:
+    """The mesh of a layout over the ranks there are; made once, for each of its groups holds threads and sockets."""
+    world = dist.group.WORLD
+    assert world is not None
+    known = MESHES.setdefault(world, {})
+    if (layout, device_type) not in known:
+        known[layout, device_type] = Mesh(layout, device_type)
+    return known[layout, device_type]
 
 
 class Mesh:
@@ -323,7 +340,7 @@ def _make_pipeline(wrapped: Wrapped, mesh: Mesh, ranks: Ranks, *, tied: bool) ->
     )
 
 
-def _shard(wrapped: Wrapped, mesh: Mesh, ranks: Ranks, *, offload: bool) -> None:
+def _shard(wrapped: Wrapped, mesh: Mesh, ranks: Ranks, *, offload: bool, whole_tower: bool) -> None:
     """FSDP2 groups: every block and layer, the patch embedding, the merger, embedding and head, then the owner."""
     owner, layout, precision = wrapped.owner, wrapped.layout, wrapped.precision
     family, hf = owner.family, owner.hf
@@ -340,7 +357,8 @@ def _shard(wrapped: Wrapped, mesh: Mesh, ranks: Ranks, *, offload: bool) -> None
         again = not gather_once and layout.pp == 1
         fully_shard(module, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=again, offload_policy=kept)  # type: ignore[arg-type]
 
-    if has_part(hf, family.vision):
+    apart = {p for module in wrapped.vision_modules() for p in module.parameters()} if whole_tower else set()
+    if has_part(hf, family.vision) and not whole_tower:
         for block in part(hf, family.vision_blocks).children():
             shard(block)
         shard(part(hf, family.patch_embedding))
@@ -353,7 +371,7 @@ def _shard(wrapped: Wrapped, mesh: Mesh, ranks: Ranks, *, offload: bool) -> None
     else:
         for end in ends:
             shard(end, gather_once=True)  # the head is called once per chunk of the loss
-    fully_shard(owner, mesh=mesh.sharding, mp_policy=policy, offload_policy=kept)
+    fully_shard(owner, mesh=mesh.sharding, mp_policy=policy, offload_policy=kept, ignored_params=apart)
     for method in ("hidden", "next_hidden"):
         register_fsdp_forward_method(owner, method)
     if ranks.device.type == "cuda":

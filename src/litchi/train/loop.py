@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,76 +18,113 @@ from litchi.config import Config
 from litchi.dist import Ranks, barrier, gather_numbers
 from litchi.errors import StoppedError
 from litchi.evaluate.run import measure_set
-from litchi.train.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, rotate_checkpoints, save_checkpoint
+from litchi.train.checkpoint import (
+    Checkpoint,
+    find_damage,
+    list_checkpoints,
+    load_checkpoint,
+    refuse_checkpoint,
+    rotate_checkpoints,
+    settle_checkpoints,
+)
+from litchi.train.durable import FolderLock, format_bytes, on_main, replace_file, write_json
 from litchi.train.export import export_model
 from litchi.train.guard import StopRequest
 from litchi.train.losses import make_loss
-from litchi.train.metrics import append_line, cut_back, peak_bytes, peak_flops
+from litchi.train.metrics import cut_back, peak_bytes, peak_flops, read_lines
 from litchi.train.optim import rate_at
+from litchi.train.profile import StepProfile
 from litchi.train.progress import count_progress
-from litchi.train.setup import Run, make_folder, prepare_run, refuse_changed, set_aside
+from litchi.train.resume import refuse_changed
+from litchi.train.saver import Saver
+from litchi.train.setup import Run, check_room, prepare_run, set_aside
 from litchi.train.step import train_step
 from litchi.train.watch import BestWatch, how_to_measure
 from litchi.types import Batch, StepResult
 
+UNREADABLE = "the run's folder cannot be read or written"
 
-def train_run(config: Config, ranks: Ranks, *, fresh: bool = False, allow_changed: Sequence[str] = ()) -> Path:
+
+def train_run(
+    config: Config, ranks: Ranks, *, fresh: bool = False, allow_changed: Sequence[str] = (), profile: int = 0
+) -> Path:
     """Train, evaluate and export; resume when the run's folder has a checkpoint.
 
     Returns:
         The run's folder.
     """
     folder = Path(config.output)
-    if fresh and ranks.is_main:
-        set_aside(folder)
-    barrier()
-    saved = list_checkpoints(folder)
-    changed = refuse_changed(config, saved, allow_changed)
-    if ranks.is_main:
-        make_folder(folder)
-        (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    barrier()
-    if saved and not changed and (folder / "done.json").is_file():
+    if fresh:
+        on_main(ranks, lambda: set_aside(folder), what="the old run cannot be moved aside", place=folder)
+    finished = on_main(ranks, lambda: _finished(config, folder, allow_changed), what=UNREADABLE, place=folder)
+    if finished:
         if ranks.is_main:
-            print(f"already finished: {folder} ({saved[-1].step} steps). Start over with --fresh", flush=True)
+            print(finished, flush=True)
         return folder
-    run = prepare_run(config, ranks, folder)
-    first = _resume(run, saved)
-    watch = BestWatch(config, folder)  # read once: later on rank 0 writes while others would read
-    barrier()
+    lock = FolderLock(folder)
+    on_main(ranks, lock.take, what=f"output={folder} cannot be made", place=folder)
     try:
-        with StopRequest(alone=ranks.world == 1) as request:
-            last = _steps(run, first, request, watch)
-        _finish(run, last, watch)
+        newest = settle_checkpoints(folder, ranks)
+        refuse_changed(config, newest, allow_changed)
+        run = prepare_run(config, ranks, folder, resumed=newest, allowed=allow_changed)
+        saver = Saver(folder, ranks)
+        well = False
+        try:
+            first = _resume(run, newest)
+            saver.newest = first - 1
+            run.log.say(check_room(run))
+            watch = BestWatch(config, folder)  # read once: later on rank 0 writes while others would read
+            barrier()
+            with StopRequest(alone=ranks.world == 1) as request:
+                steps = StepProfile(folder / "profile", profile, ranks.rank, run.log.say)
+                last = _steps(run, saver, first, request, watch, steps)
+            _finish(run, saver, last, watch)
+            well = True
+        finally:
+            saver.close(well=well)
+            run.log.close()
+            if run.plan.corpus.features is not None:
+                run.plan.corpus.features.close()
     finally:
-        run.log.close()
+        lock.release()
     return folder
+
+
+def _finished(config: Config, folder: Path, allowed: Sequence[str]) -> str | None:
+    """The line that says that a run has ended, if these settings began it."""
+    saved = list_checkpoints(folder)
+    if not saved or refuse_changed(config, saved[-1], allowed) or not (folder / "done.json").is_file():
+        return None
+    return f"already finished: {folder} ({saved[-1].step} steps). Start over with --fresh"
 
 
 # --------------------------------------------------------------------------------------------------------- steps
 
 
-def _resume(run: Run, saved: Sequence[Checkpoint]) -> int:
-    """Load the newest checkpoint; returns the first step to take."""
-    if not saved:
-        for name in ("metrics.jsonl", "eval.jsonl"):
-            if run.log.main:
-                cut_back(run.folder / name, 0)
-        barrier()
-        return 1
-    newest = saved[-1]
-    load_checkpoint(newest, run.wrapped.model, run.trainer.optimizer)
-    if run.trainer.scaler is not None:
-        run.trainer.scaler = torch.amp.GradScaler("cuda", init_scale=newest.manifest["scale"])
-    if run.log.main:
-        cut_back(run.folder / "metrics.jsonl", newest.step)
-        cut_back(run.folder / "eval.jsonl", newest.step)
-    barrier()
-    run.log.say(f"resumed from {newest.folder.name}: {len(newest.manifest['tensors'])} tensors restored")
-    return newest.step + 1
+def _resume(run: Run, newest: Checkpoint | None) -> int:
+    """Load a checkpoint that was found sound, and take back what came after it; returns the first step to take."""
+    restored = 0
+    if newest is not None:
+        restored = load_checkpoint(newest, run.wrapped.model, run.trainer.optimizer, checked=True)
+        if run.trainer.scaler is not None and newest.manifest["scaler"]:
+            run.trainer.scaler.load_state_dict(newest.manifest["scaler"])
+    step = newest.step if newest else 0
+
+    def take_back() -> None:
+        (run.folder / "done.json").unlink(missing_ok=True)
+        replace_file(run.folder / "config.yaml", run.config.to_yaml())
+        cut_back(run.folder / "metrics.jsonl", step)
+        measured = {r["name"] for r in read_lines(run.folder / "eval.jsonl") if r["step"] == step}
+        whole = measured >= {data.name for data in run.eval_sets}  # else it was cut off between two sets
+        cut_back(run.folder / "eval.jsonl", step if whole else step - 1)
+
+    on_main(run.ranks, take_back, what="the run's folder cannot be written", place=run.folder)
+    if newest is not None:
+        run.log.say(f"resumed from {newest.folder.name}: {restored} tensors restored")
+    return step + 1
 
 
-def _steps(run: Run, first: int, request: StopRequest, watch: BestWatch) -> int:
+def _steps(run: Run, saver: Saver, first: int, request: StopRequest, watch: BestWatch, profile: StepProfile) -> int:
     """Take the steps; returns the last one taken.
 
     Raises:
@@ -101,29 +138,41 @@ def _steps(run: Run, first: int, request: StopRequest, watch: BestWatch) -> int:
     if watch.exhausted:
         return first - 1
     loader = iterate_steps(run.plan, first, total, workers=config.data.workers, count_units=count_units)
-    step = first - 1
+    step, cpu = first - 1, time.process_time()
     for step, batches, waited in loader:
+        profile.before()
         start = time.perf_counter()
         torch.manual_seed(step_seed(config.train.seed, step, run.wrapped.layout.dropout_rank(run.ranks.rank)))
         rate = rate_at(step, total=total, warmup=run.derived.warmup_steps, schedule=config.optim.schedule)
         result = train_step(run.trainer, step, batches, rate)
-        facts = _step_facts(run, batches, result, time.perf_counter() - start, waited)
-        stop = any(asked for (asked,) in gather_numbers(request.signal is not None))
+        step_s = time.perf_counter() - start
+        profile.after()
+        facts = _step_facts(run, batches, result, step_s, time.process_time() - cpu, waited)
+        cpu = time.process_time()
         run.log.step(result, facts)
+        asked, failed = zip(*gather_numbers(request.signal is not None, saver.failed or run.log.failed), strict=True)
+        if any(failed):
+            _raise_failure(run, saver)
+        stop = any(asked)
+        _tell_saved(run, saver)
         saved = False
         if eval_every and step % eval_every == 0 and step < total:
-            saved = watch.see(step, evaluate_now(run, step)) and _save(run, step, watch.best_step)
+            saver.wait()  # processes that load samples are forked here
+            saved = watch.see(step, evaluate_now(run, step)) and _save(run, saver, step, watch.best_step)
         if save_every and step % save_every == 0 and step < total and not saved:
-            saved = _save(run, step, watch.best_step)
+            saved = _save(run, saver, step, watch.best_step)
         if stop and step < total:
-            if not saved:
-                _save(run, step, watch.best_step)
+            if not saved or config.train.save != "all":
+                _save(run, saver, step, watch.best_step, whole=True)
+            saver.wait()
+            _tell_saved(run, saver)
             name = request.signal.name if request.signal else "a signal to another rank"
             raise StoppedError(f"stopped by {name} at step {step}", remedy="The same command goes on from there")
         if watch.exhausted:
             run.log.say(f"stopped early at step {step}: {watch.since} evaluations without a better {config.train.best}")
-            run.log.event("early_stop", step=step, best_step=watch.best_step)
+            run.journal.note("early_stop", step=step, best_step=watch.best_step)
             break
+    profile.close()
     return step
 
 
@@ -132,15 +181,19 @@ def step_seed(seed: int, step: int, rank: int) -> int:
     return (seed * 1_000_003 + step) * 4_099 + rank
 
 
-def _step_facts(run: Run, batches: Sequence[Batch], result: StepResult, step_s: float, waited: float) -> dict[str, Any]:
+def _step_facts(
+    run: Run, batches: Sequence[Batch], result: StepResult, step_s: float, cpu_s: float, waited: float
+) -> dict[str, Any]:
     """What a line of metrics.jsonl says besides the step's numbers. The balances are of planned cost, not measured."""
-    seconds, peaks = zip(*gather_numbers(step_s + waited, peak_bytes(run.ranks.device)), strict=True)
+    own = step_s + waited, cpu_s, peak_bytes(run.ranks.device)
+    seconds, cpu, peaks = zip(*gather_numbers(*own), strict=True)
     balance = run.plan.balance(result.step)
     speed, top = result.tokens / max(seconds), peak_flops(run.ranks.device)
     return {
         "epoch": run.plan.epochs.epoch_of(result.step),
         "step_s": step_s,
         "data_wait_s": waited,
+        "cpu_s": sum(cpu),  # of all ranks since the last step, without the processes that load samples
         "tokens_per_s": speed,
         "mfu": None if top is None else 6 * run.wrapped.weights[1] * speed / top / run.ranks.world,
         "peak_bytes": [int(p) for p in peaks],
@@ -162,40 +215,73 @@ def evaluate_now(run: Run, step: int) -> dict[str, dict[str, float]]:
         run.log.evaluation(step, data.name, measured.metrics)
         for warning in measured.report.get("warnings", ()):
             run.log.say(f"warning: {data.name}: {warning}")
+    on_main(run.ranks, run.log.raise_failure, what=UNREADABLE, place=run.folder)
     return figures
 
 
-def _save(run: Run, step: int, best_step: int | None) -> bool:
-    start = time.perf_counter()
-    facts = run.facts | ({"scale": run.trainer.scaler.get_scale()} if run.trainer.scaler else {})
-    save_checkpoint(run.folder, step, run.wrapped.model, run.trainer.optimizer, run.ranks, facts)
-    if run.ranks.is_main:
-        rotate_checkpoints(run.folder, keep=run.config.train.keep, best=best_step)
-        run.log.say(f"checkpoint at step {step} in {time.perf_counter() - start:.1f} s")
+def _save(run: Run, saver: Saver, step: int, best_step: int | None, *, whole: bool = False) -> bool:
+    """Begin to save a step, `whole` whatever `train.save` says; rotation follows when it counts."""
+    keep, folder = run.config.train.keep, run.folder
+    saver.save(
+        step,
+        run.wrapped.model,
+        run.trainer.optimizer if whole or run.config.train.save == "all" else None,
+        run.facts | run.checkpoint_facts(),
+        beside=[folder / name for name in ("metrics.jsonl", "eval.jsonl")],
+        after=lambda: rotate_checkpoints(folder, keep=keep, best=best_step, written=step),
+    )
     return True
+
+
+def _tell_saved(run: Run, saver: Saver) -> None:
+    saved = saver.take_saved()
+    if saved is not None:
+        size = format_bytes(saved.bytes)
+        run.log.say(f"checkpoint of step {saved.step}: {size} in {saved.save_s:.1f} s, waited {saved.wait_s:.2f} s")
+
+
+def _raise_failure(run: Run, saver: Saver) -> NoReturn:
+    """Some rank could not write: all end with its error."""
+    on_main(run.ranks, run.log.raise_failure, what=UNREADABLE, place=run.folder)
+    saver.wait()
+    raise AssertionError("a rank has failed without saying why")
 
 
 # -------------------------------------------------------------------------------------------------------- finish
 
 
-def _finish(run: Run, last: int, watch: BestWatch) -> None:
+def _finish(run: Run, saver: Saver, last: int, watch: BestWatch) -> None:
     """Save, measure, and export the best or the last state."""
-    if not any(c.step == last for c in list_checkpoints(run.folder)):
-        _save(run, last, watch.best_step)
+    if saver.newest != last:
+        _save(run, saver, last, watch.best_step)
+    saver.wait()
+    _tell_saved(run, saver)
     if run.eval_sets and watch.seen != last:
         watch.see(last, evaluate_now(run, last))
-    barrier()
     exported = last
     if run.config.train.best and watch.best_step not in (None, last):
-        best = next((c for c in list_checkpoints(run.folder) if c.step == watch.best_step), None)
-        if best is not None:
-            load_checkpoint(best, run.wrapped.model, None)
-            exported = best.step
+        exported = _take_best(run, watch.best_step) or last
     if run.config.train.export == "end":
         facts = {k: v for k, v in run.facts.items() if k != "numbers"} | {"step": exported}
         out = run.folder / "export"
         adapter = export_model(run.wrapped.owner, run.loaded.folder, out, run.ranks, facts, layout=run.wrapped.layout)
         run.log.say(f"export of step {exported}: {out}" + (f", its adapter in {out / 'adapter'}" if adapter else ""))
-    if run.ranks.is_main:
-        append_line(run.folder / "done.json", {"step": last, "exported": exported})
-    barrier()
+    done = {"step": last, "exported": exported}
+    on_main(run.ranks, lambda: write_json(run.folder / "done.json", done), what=UNREADABLE, place=run.folder)
+
+
+def _take_best(run: Run, step: int | None) -> int | None:
+    """Load the best checkpoint's weights; None, with a warning, where it is not there any more or is damaged."""
+
+    def find() -> Checkpoint | None:
+        return next((c for c in list_checkpoints(run.folder) if c.step == step), None)
+
+    best = on_main(run.ranks, find, what=UNREADABLE, place=run.folder)
+    damage = "it is not there" if best is None else find_damage(best)
+    if best is None or damage:
+        if best is not None and damage:
+            refuse_checkpoint(best, damage, run.ranks)
+        run.log.say(f"warning: the best checkpoint, of step {step}, cannot be exported: {damage}. The last one is")
+        return None
+    load_checkpoint(best, run.wrapped.model, None, checked=True)
+    return best.step

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from litchi.batch.cutting import Cuts
+
 if TYPE_CHECKING:
     from litchi.config import Loss
 
@@ -68,6 +70,32 @@ def pairwise(scores: Tensor, targets: Tensor, groups: Groups, *, margin: float =
     return total
 
 
+def listwise_lambda(scores: Tensor, targets: Tensor, groups: Groups) -> Tensor:
+    """Pairs as in `pairwise`, each weighted by what exchanging its two documents would change nDCG by.
+
+    sum over label_i > label_j of |label_i - label_j| |1 / d_i - 1 / d_j| / ideal x softplus(-(s_i - s_j)), where
+    d = log2(1 + rank) under the scores as they are now, without a gradient, and ideal is the group's best DCG. The gain
+    is linear, as in the metric `ndcg`. Where scores tie, the lower label is taken to stand first: so a group of equal
+    scores learns, and documents of one label and score weigh alike together.
+
+    Source: LambdaRank, Burges 2010 (MSR-TR-2010-82), section 4; as a loss, Wang et al. 2018 (LambdaLoss, CIKM).
+    Units: groups.
+    """
+    total = scores.sum() * 0.0
+    for a, b in groups:
+        s, t = scores[a:b], targets[a:b]
+        by_label = torch.argsort(t, stable=True)
+        order = by_label[torch.argsort(s.detach()[by_label], descending=True, stable=True)]
+        discount = 1 / torch.log2(torch.arange(2, b - a + 2, device=s.device, dtype=s.dtype))
+        share = torch.empty_like(discount)
+        share[order] = discount
+        ideal = (t.sort(descending=True).values * discount).sum()
+        better, worse = torch.nonzero(t[:, None] > t[None, :], as_tuple=True)
+        weight = (t[better] - t[worse]) * (share[better] - share[worse]).abs() / ideal
+        total = total + (weight * F.softplus(s[worse] - s[better])).sum()
+    return total
+
+
 def count_documents(targets: Tensor, groups: Groups) -> int:
     return len(targets)
 
@@ -87,13 +115,24 @@ class ScoreLoss:
     loss: Callable[..., Tensor]
     units: Callable[[Tensor, Groups], int]
     settings: tuple[str, ...] = ()
+    apart: bool = False  # a sum over documents: a group may be cut without knowing its other scores
 
 
 LOSSES = {
-    "bce": ScoreLoss(bce, count_documents, ("weight",)),
+    "bce": ScoreLoss(bce, count_documents, ("weight",), apart=True),
     "group_softmax": ScoreLoss(group_softmax, count_groups, ("temperature",)),
     "pairwise": ScoreLoss(pairwise, count_pairs, ("margin",)),
+    "listwise_lambda": ScoreLoss(listwise_lambda, count_groups),
 }
+
+
+def cutting(loss: Loss, *, vision_ranks: int = 0) -> Cuts:
+    """How a group that exceeds a micro-batch may be cut. Vision ranks send the features of a micro-batch once."""
+    if loss.name == "ce":
+        return "never"
+    if LOSSES[loss.name].apart and loss.weight != "balanced":
+        return "free"
+    return "never" if vision_ranks else "together"
 
 
 def make_loss(loss: Loss) -> tuple[Callable[[Tensor, Tensor, Groups], Tensor] | None, Callable | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import sys
 from collections.abc import Mapping
@@ -12,6 +11,8 @@ from typing import Any, TextIO
 
 import torch
 
+from litchi.errors import UserError
+from litchi.train.durable import disk_error, replace_file
 from litchi.train.progress import StepLine
 from litchi.types import StepResult
 
@@ -39,9 +40,7 @@ def cut_back(path: Path, step: int) -> None:
     """Keep the lines up to a step, so that each step stands once after a resume."""
     if path.is_file():
         kept = [json.dumps(r, ensure_ascii=False) + "\n" for r in read_lines(path) if r["step"] <= step]
-        part = path.with_suffix(".part")
-        part.write_text("".join(kept), encoding="utf-8")
-        os.replace(part, path)
+        replace_file(path, "".join(kept))
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -72,6 +71,23 @@ class RunLog:
         self.folder, self.main, self.total, self.every, self.out = folder, main, total, every, out or sys.stderr
         self.board = _open_board(folder) if main and tensorboard else None
         self.line = StepLine(total, self.out) if main and self.out.isatty() else None
+        self.failure: UserError | None = None  # of a line that could not be written
+
+    @property
+    def failed(self) -> bool:
+        """Whether a line could not be written here. The other ranks must hear of it before `raise_failure`."""
+        return self.failure is not None
+
+    def raise_failure(self) -> None:
+        """Raise what kept a line from being written."""
+        if self.failure is not None:
+            raise self.failure
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        try:
+            append_line(self.folder / name, record)
+        except OSError as error:
+            self.failure = disk_error(error, f"{name} cannot be written", self.folder / name)
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -100,7 +116,7 @@ class RunLog:
             **{k: v for k, v in extra.items() if k != "epoch"},
             "skipped": result.skipped,
         }
-        append_line(self.folder / "metrics.jsonl", record)
+        self._append("metrics.jsonl", record)
         if self.board is not None:
             for name in ("loss", "grad_norm", "lr", "tokens_per_s"):
                 self.board.add_scalar(f"train/{name}", record[name], result.step)
@@ -124,16 +140,11 @@ class RunLog:
         """Write the figures of one set."""
         if not self.main:
             return
-        append_line(self.folder / "eval.jsonl", {"step": step, "name": name, "metrics": dict(metrics)})
+        self._append("eval.jsonl", {"step": step, "name": name, "metrics": dict(metrics)})
         if self.board is not None:
             for key, value in metrics.items():
                 self.board.add_scalar(f"eval/{name}/{key}", value, step)
         self.say(f"eval at step {step}  {name}: " + "  ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
-
-    def event(self, kind: str, **facts: Any) -> None:
-        """Write a line of the journal."""
-        if self.main:
-            append_line(self.folder / "events.jsonl", {"event": kind, **facts})
 
     def close(self) -> None:
         """Let go of the screen and of TensorBoard's file."""

@@ -5,15 +5,17 @@ Settings and ranks in, one `Run` out. Order matters: the data is checked before 
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from litchi.batch.curriculum import plan_curriculum
 from litchi.batch.loader import Corpus, StepPlan
 from litchi.batch.schedule import EpochPlan
 from litchi.batch.sources import index_sources, refuse_bad
@@ -21,7 +23,7 @@ from litchi.config import Config, DataSource, Derived, derive, resolve_micro_bat
 from litchi.data.processor import Processor, load_processor
 from litchi.data.templates import find_template
 from litchi.dist import Ranks, barrier, gather_objects
-from litchi.errors import DataError, MachineError, UsageError
+from litchi.errors import DataError, MachineError
 from litchi.evaluate.run import EvalSet
 from litchi.model.adapters import apply_trainable, fill_weights, load_adapter
 from litchi.model.attention import kernel_name
@@ -34,13 +36,17 @@ from litchi.parallel.apply import COMPUTE, Wrapped, apply_parallel
 from litchi.parallel.mesh import Layout, choose_layout
 from litchi.parallel.placement import Placement, find_devices, list_units, plan_placement, spread_model
 from litchi.train.checkpoint import Checkpoint
+from litchi.train.durable import FolderLock, on_main, replace_file
 from litchi.train.export import identify_base
-from litchi.train.losses import make_loss
-from litchi.train.metrics import RunLog, append_line
+from litchi.train.features import open_features, prepare_features
+from litchi.train.journal import Journal
+from litchi.train.losses import cutting, make_loss
+from litchi.train.metrics import RunLog
 from litchi.train.offload import check_offload
 from litchi.train.optim import build_optimizer
 from litchi.train.progress import count_progress
 from litchi.train.reach import check_reach
+from litchi.train.resume import describe_origin, refuse_full_disk, refuse_other, versions
 from litchi.train.step import Trainer
 
 
@@ -58,6 +64,8 @@ class Run:
     loaded: Loaded
     wrapped: Wrapped
     trainer: Trainer
+    origin: dict[str, Any]
+    journal: Journal
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -74,24 +82,50 @@ class Run:
             "numbers": self.config.numbers(),
         }
 
+    def checkpoint_facts(self) -> dict[str, Any]:
+        """What travels with a checkpoint besides: what a resume compares and goes on from."""
+        scaler = self.trainer.scaler
+        return {
+            "origin": self.origin,
+            "journal": list(self.journal.entries),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "layout": str(self.wrapped.layout),
+            "versions": versions(),
+        }
 
-def prepare_run(config: Config, ranks: Ranks, folder: Path) -> Run:
-    """Index the data, load and wrap the model, derive what follows from both."""
+
+def prepare_run(
+    config: Config, ranks: Ranks, folder: Path, *, resumed: Checkpoint | None = None, allowed: Sequence[str] = ()
+) -> Run:
+    """Index the data, load and wrap the model, derive what follows from both.
+
+    Args:
+        resumed: what the run will go on from; its data, base, template and pixel limits must be those of now.
+        allowed: which of them may have changed.
+    """
     torch.manual_seed(config.train.seed)
     if config.train.deterministic:  # on the CPU every kernel we use is; on CUDA some have to be told
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     tensorboard = config.track is None or "tensorboard" in config.track
     base = resolve_model(config.model.path, first=ranks.local_rank == 0, wait=barrier)
-    precision = choose_precision(config.train.precision, ranks.device)
+    choose_precision(config.train.precision, ranks.device)  # what cannot be is said at once
     corpus, eval_sets = index_data(config, load_processor(base), ranks)  # before the weights, which take minutes
-    loaded = build_model(base, dtype=choose_dtype(config, ranks.device), quantize=config.model.quantize)
+    origin = describe_origin(config, base, corpus, ranks)
+    refuse_other(origin, resumed, allowed, folder)
+    carried = [] if resumed is None else resumed.manifest["journal"]
+    journal = Journal.resume(folder, ranks, step=resumed.step if resumed else 0, carried=carried)
+    chosen = choose_settings(config, ranks.device, journal)
+    precision = choose_precision(chosen.train.precision, ranks.device)
+    loaded = build_model(base, dtype=choose_dtype(chosen, ranks.device), quantize=config.model.quantize)
     epochs = _epoch_plan(config, corpus)
     wrapped = build_wrapped(
         config, loaded, corpus.renderers[0].processor, ranks, precision, adapter=_path(config.model.adapter)
     )
+    store = open_features(chosen, wrapped, ranks)
+    corpus, eval_sets = replace(corpus, features=store), [replace(one, features=store) for one in eval_sets]
     derived = derive(
-        config,
+        chosen,
         samples=sum(epochs.counts),
         ranks=wrapped.data_ranks,
         mean_tokens=sum(s.tokens for s in corpus.sources) / sum(corpus.sizes),
@@ -100,30 +134,55 @@ def prepare_run(config: Config, ranks: Ranks, folder: Path) -> Run:
     run_log = RunLog(
         folder, main=ranks.is_main, tensorboard=tensorboard, total=derived.steps, every=config.train.log_every
     )
-    _quarantine(config, corpus, eval_sets, run_log, folder)
+    _quarantine(config, corpus, eval_sets, run_log, folder, ranks)
     optimizer = build_optimizer(wrapped.model, loaded.family, config)
     scaler = torch.amp.GradScaler("cuda") if precision == "fp16" and wrapped.encoder is None else None
     trainer = Trainer(wrapped, optimizer, ranks, config.optim.clip, config.train.on_nonfinite, scaler)
+    costs = read_costs(
+        read_config(base),
+        scored=config.task == "rerank",
+        trainable=config.trainable,
+        checkpoint=config.train.checkpoint_activations,
+    )
     plan = StepPlan(
         corpus=corpus,
         epochs=epochs,
         negatives=config.data.negatives,
-        micro_batch_tokens=resolve_micro_batch_tokens(config, ranks.device.type),
+        micro_batch_tokens=resolve_micro_batch_tokens(chosen, ranks.device.type),
         rank=wrapped.data_rank,
         ranks=wrapped.data_ranks,
         least=2 * wrapped.layout.pp if wrapped.layout.pp > 1 else 1,
         pictures=wrapped.pictures,
         encoders=wrapped.layout.vision_ranks,
-        costs=read_costs(
-            read_config(base),
-            scored=config.task == "rerank",
-            trainable=config.trainable,
-            checkpoint=config.train.checkpoint_activations,
-        ),
+        curriculum=plan_curriculum(config.curriculum, corpus.renderers[0].processor, derived.steps),
+        cuts=cutting(config.loss, vision_ranks=wrapped.layout.vision_ranks),
+        costs=costs.without_pictures() if config.train.features == "precompute" else costs,
     )
-    run = Run(config, ranks, folder, run_log, plan, eval_sets, derived, loaded, wrapped, trainer)
-    _describe(run)
+    run = Run(config, ranks, folder, run_log, plan, eval_sets, derived, loaded, wrapped, trainer, origin, journal)
+    _describe(run, first=resumed.step + 1 if resumed else 1)
+    prepare_features(config, wrapped, ranks, plan, eval_sets, run_log.say)
     return run
+
+
+def choose_settings(config: Config, device: torch.device, journal: Journal) -> Config:
+    """The settings with what `auto` stands for: as the run has journalled it, else as this machine suggests.
+
+    So a run that goes on elsewhere computes as it began.
+    """
+    auto: dict[str, Any] = {}
+    if config.train.precision == "auto":
+        auto["precision"] = choose_precision("auto", device)
+    if config.train.micro_batch_tokens is None:
+        auto["micro_batch_tokens"] = resolve_micro_batch_tokens(config, device.type)
+    if config.model.dtype == "auto":
+        auto["dtype"] = str(choose_dtype(config, device)).removeprefix("torch.")
+    if auto:
+        known = journal.decide("auto", step=1, **auto)
+        auto = {key: known.get(key, value) for key, value in auto.items()}
+    dtype = {"dtype": auto.pop("dtype")} if "dtype" in auto else {}
+    return config.model_copy(
+        update={"train": config.train.model_copy(update=auto), "model": config.model.model_copy(update=dtype)}
+    )
 
 
 def _epoch_plan(config: Config, corpus: Corpus) -> EpochPlan:
@@ -132,14 +191,14 @@ def _epoch_plan(config: Config, corpus: Corpus) -> EpochPlan:
 
 
 def scan_files(
-    config: Config, sources: Sequence[DataSource], processor: Processor, ranks: Ranks, *, require_labels: bool = True
+    config: Config, sources: Sequence[DataSource], processor: Processor, ranks: Ranks, **how: bool
 ) -> Corpus:
-    """Scan files, each rank a share, with progress."""
+    """Scan files, each rank a share, with progress; `how` as in `index_sources`."""
     return index_sources(
         config,
         sources,
         processor,
-        require_labels=require_labels,
+        **how,
         rank=ranks.rank,
         ranks=ranks.world,
         gather=gather_objects,
@@ -150,7 +209,7 @@ def scan_files(
 def index_data(config: Config, processor: Processor, ranks: Ranks) -> tuple[Corpus, list[EvalSet]]:
     """Scan training and evaluation files; machines that cannot read them and bad rows are decided on here."""
     check_reach((source.path for source in (*config.data.train, *config.data.eval)), ranks)
-    corpus = scan_files(config, config.data.train, processor, ranks)
+    corpus = scan_files(config, config.data.train, processor, ranks, by_curriculum=True)
     measured = scan_files(config, config.data.eval, processor, ranks)
     check_reach((path for index in corpus.sources + measured.sources for path in index.media), ranks)
     refuse_bad(corpus.sources + measured.sources, config)
@@ -250,6 +309,7 @@ def build_wrapped(
         checkpoint=config.train.checkpoint_activations,
         tied=loaded.tied,
         offload=config.train.offload == "all",
+        whole_tower=training and config.train.features != "off",
         fill=fill,
     )
 
@@ -293,16 +353,16 @@ def _fits_whole(loaded: Loaded, device: torch.device) -> bool:
     return state < torch.cuda.get_device_properties(device).total_memory / 2
 
 
-def _quarantine(config: Config, corpus: Corpus, eval_sets: Sequence[EvalSet], log: RunLog, folder: Path) -> None:
+def _quarantine(
+    config: Config, corpus: Corpus, eval_sets: Sequence[EvalSet], log: RunLog, folder: Path, ranks: Ranks
+) -> None:
     """Write what is left out, and say how much."""
     indexes = (*corpus.sources, *(s.index for s in eval_sets))
     left_out = refuse_bad(indexes, config)
-    if not log.main:
-        return
     path = folder / "quarantine.jsonl"
-    path.write_text("", encoding="utf-8")
-    for finding in left_out:
-        append_line(path, {"file": finding.file, "line": finding.line, "reason": f"{finding.code}: {finding.message}"})
+    reasons = [{"file": f.file, "line": f.line, "reason": f"{f.code}: {f.message}"} for f in left_out]
+    text = "".join(json.dumps(reason, ensure_ascii=False) + "\n" for reason in reasons)
+    on_main(ranks, lambda: replace_file(path, text), what="the quarantine cannot be written", place=path)
     for index in indexes:
         rows = {f.line for f in left_out if f.file == index.path}
         log.say(
@@ -311,9 +371,10 @@ def _quarantine(config: Config, corpus: Corpus, eval_sets: Sequence[EvalSet], lo
         )
 
 
-def _describe(run: Run) -> None:
+def _describe(run: Run, *, first: int) -> None:
     """Print and keep what was really taken: derived numbers with their formulas, wrapper, kernel, precision."""
-    for line in run.derived.lines():
+    stages = run.plan.curriculum.lines(run.derived.steps) if run.plan.curriculum else []
+    for line in (*run.derived.lines(), *stages):
         run.log.say(line)
     owner, precision = run.wrapped.owner, run.wrapped.precision
     trains, total = run.wrapped.weights
@@ -322,8 +383,9 @@ def _describe(run: Run) -> None:
         f"{trains:,} of {total:,} parameters train; {run.ranks.world} rank(s) on {run.ranks.device.type}: "
         f"{run.wrapped.layout}, wrapper {run.wrapped.wrapper}, compute {precision}, attention {kernel}"
     )
-    run.log.event(
+    run.journal.note(
         "start",
+        step=first,
         ranks=run.ranks.world,
         device=run.ranks.device.type,
         layout={axis: size for axis, size in asdict(run.wrapped.layout).items() if size != 1},
@@ -336,36 +398,28 @@ def _describe(run: Run) -> None:
     )
 
 
-def make_folder(folder: Path) -> None:
-    """Make the run's folder, or say why it cannot be made."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"output={folder} cannot be made", why=error.strerror, remedy="Choose another folder"
-        ) from None
+def check_room(run: Run) -> str:
+    """Whether the disk has room for what the run will write. Returns the line that says it; MachineError if not."""
+    train, owner = run.config.train, run.wrapped.owner
+    trains, total = run.wrapped.weights
+    each = max((p.element_size() for p in owner.parameters() if p.requires_grad), default=4)
+    states = 0 if run.config.optim.name == "sgd" or train.save == "weights" else 2
+    every = train.save_every or (train.eval_every if train.best else None)
+    saves = run.derived.steps // every.in_steps(run.plan.epochs.steps_per_epoch) + 1 if every else 1
+    held = next(owner.hf.parameters()).element_size()
+    return refuse_full_disk(
+        run.folder,
+        run.ranks,
+        checkpoint_bytes=trains * each * (1 + states),
+        count=min(saves, train.keep + 1 + (train.best is not None)),
+        export_bytes=total * held if train.export == "end" else 0,
+    )
 
 
 def set_aside(folder: Path) -> None:
-    """Move an old run's folder out of the way; nothing is deleted."""
+    """Move an old run's folder out of the way; nothing is deleted. UsageError where a run is under way in it."""
     if folder.exists():
-        number = next(n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.{n}").exists())
-        folder.rename(folder.with_name(f"{folder.name}.{number}"))
+        with FolderLock(folder):
+            number = next(n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.{n}").exists())
+            folder.rename(folder.with_name(f"{folder.name}.{number}"))
         print(f"the old run was moved to {folder}.{number}", flush=True)
-
-
-def refuse_changed(config: Config, saved: Sequence[Checkpoint], allowed: Sequence[str]) -> list[str]:
-    """A resume with settings that change the numbers is refused by name; returns the changes that are allowed."""
-    if not saved:
-        return []
-    before, now = saved[-1].manifest["numbers"], config.numbers()
-    different = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
-    changed = [k for k in different if k not in allowed]
-    if changed:
-        raise UsageError(
-            "; ".join(f"{k} was {before.get(k)!r} and is {now.get(k)!r}" for k in changed[:5]),
-            where=config.output,
-            why="the run that lies there was started with other settings",
-            remedy=f"Start over with --fresh, choose another output=, or go on with --allow-changed {changed[0]}",
-        )
-    return different

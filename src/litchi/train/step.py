@@ -19,7 +19,10 @@ from litchi.errors import UserError
 from litchi.model.forward import Output
 from litchi.parallel.apply import Wrapped
 from litchi.train.optim import set_rate
+from litchi.train.two_pass import rehearse
 from litchi.types import Batch, StepResult
+
+SQUARED_AT_ONCE = 2**16  # numbers
 
 
 @dataclass
@@ -55,18 +58,20 @@ def train_step(trainer: Trainer, step: int, batches: Sequence[Batch], rate: floa
     units, pictures, tokens, pixels = sum_ranks(
         sum(b.units for b in counted),
         sum(len(b.grids) for b in counted),
-        sum(b.tokens for b in counted if b.units),
+        sum(b.tokens for b in counted if b.samples),
         sum(t * h * w for b in counted for t, h, w in b.grids) * wrapped.owner.spec.patch**2,
     )
     lr = set_rate(trainer.optimizer, rate)
-    losses = _accumulate(trainer, batches, wrapped.layout.gradient_ranks / units)
-    (total,) = sum_ranks(sum(losses))
-    total /= units
+    summed = _accumulate(trainer, batches, wrapped.layout.gradient_ranks / units)
     if trainer.scaler is not None:
         trainer.scaler.unscale_(trainer.optimizer)
     if not pictures:
         _leave_vision_out(wrapped)
-    norm = gradient_norm((p for g in trainer.optimizer.param_groups for p in g["params"]), wrapped.copies)
+    square = gradient_square((p for g in trainer.optimizer.param_groups for p in g["params"]), wrapped.copies)
+    # the one place where the host waits for the device
+    *losses, square = torch.cat([summed, square[None].to(summed.device)]).tolist()
+    total, square = sum_ranks(sum(losses), square)
+    total, norm = total / units, math.sqrt(square)
     finite = math.isfinite(total) and math.isfinite(norm)
     if finite:
         _prove_gradients(trainer, pictures > 0)
@@ -90,14 +95,16 @@ def train_step(trainer: Trainer, step: int, batches: Sequence[Batch], rate: floa
     )
 
 
-def _accumulate(trainer: Trainer, batches: Sequence[Batch], scale: float) -> list[float]:
-    """Forward and backward of all micro-batches; returns this rank's part of the loss sum of each."""
+def _accumulate(trainer: Trainer, batches: Sequence[Batch], scale: float) -> Tensor:
+    """Forward and backward of all micro-batches; returns this rank's part of the loss sum of each, on the device."""
     wrapped = trainer.wrapped
     losses = torch.zeros(len(batches), dtype=torch.float64, device=wrapped.owner.device)
+    first = rehearse(wrapped, batches)
 
     def forward(number: int, received: Tensor | None) -> Tensor:
+        first.repeat_dropout(number)
         with wrapped.compute():
-            out = wrapped.model(batches[number], received)
+            out = wrapped.model(first.batches[number], received)
         if not isinstance(out, Output):  # hidden states, for the next stage
             return out
         losses[number] = out.loss.detach()
@@ -106,7 +113,7 @@ def _accumulate(trainer: Trainer, batches: Sequence[Batch], scale: float) -> lis
 
     wrapped.run(batches, forward, torch.autograd.backward)
     wrapped.finish_gradients()
-    return losses.tolist()  # the one place where the host waits for the device
+    return losses
 
 
 def _suspects(batches: Sequence[Batch], losses: Sequence[float]) -> list[str]:
@@ -124,8 +131,8 @@ def _leave_vision_out(wrapped: Wrapped) -> None:
             parameter.grad = None
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter], copies: Callable[[Tensor], int]) -> float:
-    """Norm of all gradients over all ranks, squares summed in fp64 (fp32 moved losses by 1e-5 between layouts).
+def gradient_square(parameters: Iterable[nn.Parameter], copies: Callable[[Tensor], int]) -> Tensor:
+    """This rank's share of the squared norm of all gradients, in fp64 (fp32 moved losses by 1e-5 between layouts).
 
     Args:
         copies: how many ranks hold the same piece of a parameter.
@@ -135,14 +142,21 @@ def gradient_norm(parameters: Iterable[nn.Parameter], copies: Callable[[Tensor],
         grad = parameter.grad
         if grad is not None:
             local = grad.to_local() if isinstance(grad, DTensor) else grad
-            squares.setdefault(copies(parameter), []).append(local.double().pow(2).sum())
-    (total,) = sum_ranks(sum(_add_up(parts) / n for n, parts in squares.items()))
-    return math.sqrt(total)
+            squares.setdefault(copies(parameter), []).extend(_squares(local))
+    return sum((_add_up(parts) / n for n, parts in squares.items()), torch.zeros((), dtype=torch.float64))
 
 
-def _add_up(parts: Sequence[Tensor]) -> float:
+def _squares(tensor: Tensor) -> list[Tensor]:
+    """Sums of squares in fp64, on a CPU of pieces that stay in its cache: a copy of the whole takes eight times it."""
+    if tensor.device.type != "cpu":
+        return [tensor.double().pow(2).sum()]
+    doubled = (piece.double() for piece in tensor.flatten().split(SQUARED_AT_ONCE))
+    return [torch.dot(piece, piece) for piece in doubled]
+
+
+def _add_up(parts: Sequence[Tensor]) -> Tensor:
     """Parts lie on several devices where one process spreads a model over them."""
-    return float(torch.stack([part.to(parts[0].device) for part in parts]).sum())
+    return torch.stack([part.to(parts[0].device) for part in parts]).sum()
 
 
 def _prove_gradients(trainer: Trainer, pictures: bool) -> None:
@@ -169,10 +183,9 @@ def _update(trainer: Trainer, norm: float, finite: bool) -> None:
     optimizer = trainer.optimizer
     if finite and trainer.clip is not None and norm > trainer.clip:
         scale = trainer.clip / (norm + 1e-6)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(scale)
+        own = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if own:  # a vision rank has none
+            torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in own], scale)
     if trainer.scaler is not None:
         if finite:
             trainer.scaler.step(optimizer)

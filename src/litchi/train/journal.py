@@ -1,0 +1,87 @@
+"""The journal of a run, events.jsonl: what cannot be computed from settings, data and seed.
+
+A decision (what an `auto` setting chose, a batch left out, a smaller micro-batch) says from which step it holds. All
+ranks agree on it and it is on the disk before that step is applied; checkpoints carry it, and a resume takes it from
+here instead of deciding again. Notes (a start, an early stop) say what happened and are cut back with the steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from litchi.dist import Ranks, gather_objects
+from litchi.train.durable import on_main, replace_file
+from litchi.train.metrics import read_lines
+
+JOURNAL = "events.jsonl"
+DECIDED = "decided"  # marks a decision
+
+
+class Journal:
+    """The entries so far, the same on every rank.
+
+    Args:
+        folder: the run's.
+        ranks: all of them use it alike.
+        entries: what is there already.
+    """
+
+    def __init__(self, folder: Path, ranks: Ranks, entries: list[dict[str, Any]] | None = None):
+        self.path, self.ranks = folder / JOURNAL, ranks
+        self.entries = list(entries or [])
+
+    @classmethod
+    def resume(cls, folder: Path, ranks: Ranks, *, step: int, carried: list[dict[str, Any]]) -> Journal:
+        """The journal of a run that goes on behind a step. Collective.
+
+        Args:
+            step: the checkpoint's; 0: from the start.
+            carried: the entries in the checkpoint. Decisions made after it, which are on the disk, hold as well:
+                the run that is continued had taken them.
+        """
+
+        def cut() -> list[dict[str, Any]]:
+            later = [e for e in read_lines(folder / JOURNAL) if e.get(DECIDED) and e not in carried] if step else []
+            kept = [*carried, *later]
+            replace_file(folder / JOURNAL, "".join(_line(e) for e in kept))
+            return kept
+
+        return cls(folder, ranks, on_main(ranks, cut, what="the journal cannot be written", place=folder))
+
+    def decide(self, event: str, *, step: int, **facts: Any) -> dict[str, Any]:
+        """Write down a decision that holds from a step on; one of that kind and step that stands already is returned
+        instead. Collective; every rank says the same."""
+        known = next((e for e in self.entries if e.get(DECIDED) and (e["event"], e["step"]) == (event, step)), None)
+        if known is not None:
+            return known
+        entry = {"event": event, "step": step, DECIDED: True, **facts}
+        said = gather_objects(entry)
+        assert all(other == said[0] for other in said), f"ranks disagree: {said}"
+        self._add(entry)
+        return entry
+
+    def holding(self, event: str, step: int) -> dict[str, Any] | None:
+        """The decision of a kind that holds at a step: the last one made for it or before."""
+        made = [e for e in self.entries if e.get(DECIDED) and e["event"] == event and e["step"] <= step]
+        return max(made, key=lambda e: e["step"], default=None)
+
+    def note(self, event: str, *, step: int, **facts: Any) -> None:
+        """Write down what happened at a step. Collective."""
+        self._add({"event": event, "step": step, **facts})
+
+    def _add(self, entry: dict[str, Any]) -> None:
+        def write() -> None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(_line(entry))
+                file.flush()
+                os.fsync(file.fileno())
+
+        on_main(self.ranks, write, what="the journal cannot be written", place=self.path)
+        self.entries.append(entry)
+
+
+def _line(entry: dict[str, Any]) -> str:
+    return json.dumps(entry, ensure_ascii=False) + "\n"
