@@ -101,6 +101,13 @@ def test_windows_are_pieces_and_frames_are_apart(processor):
     assert layout.order[24:27].tolist() == [8, 17, 26]
 
 
+def test_equal_pictures_are_one_piece(processor):
+    """Three of 8 x 8 patches are one window each, stacked; the fourth is another shape."""
+    plan = vision_layout([(1, 8, 8), (1, 8, 8), (1, 8, 8), (1, 4, 8)], processor.vision).plan
+    assert [(p.q0, p.q1, p.count) for p in plan.full] == [(0, 192, 3), (192, 224, 1)]
+    assert [(p.q0, p.q1, p.count) for p in plan.window] == [(0, 192, 3), (192, 224, 1)]
+
+
 def test_without_windows_the_order_is_the_picture_s_own(processor):
     layout = vision_layout([(1, 6, 10), (1, 4, 4)], replace(processor.vision, window=None))
     assert layout.order.tolist() == list(range(19))

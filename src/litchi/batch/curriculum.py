@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from litchi.data.processor import Processor
@@ -75,7 +76,7 @@ def plan_curriculum(stages: Sequence[Stage], processor: Processor, steps: int) -
     if not stages:
         return None
     ends = [end_of(stage.until, steps) for stage in stages]
-    for number, (before, end) in enumerate(zip(ends, ends[1:], strict=False), 2):
+    for number, (before, end) in enumerate(pairwise(ends), 2):
         if end <= before:
             raise UsageError(
                 f"curriculum: stage {number} ends at step {end}, the one before it at step {before}",

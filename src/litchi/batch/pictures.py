@@ -148,7 +148,6 @@ class RecentPatches:
         return found
 
     def add(self, key: Hashable, patches: np.ndarray) -> None:
-        patches.flags.writeable = False
         self.held[key] = patches
         self.held_bytes += patches.nbytes
         while self.held_bytes > self.limit_bytes:

@@ -108,7 +108,7 @@ def row_pieces(spans: Sequence[Span], rows: Iterable[int]) -> Pieces:
             span += 1
         start, q0, q1 = spans[span][0], at, at + b - a
         if b - a == 1:
-            _stack(own, Piece(q0, q1, start, b, False))
+            stack(own, Piece(q0, q1, start, b, False))
         else:
             own.append(Piece(q0, q1, a, b, True))
             if a > start:
@@ -132,17 +132,17 @@ def _runs(rows: Iterable[int], ends: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _stack(pieces: Pieces, piece: Piece) -> None:
-    """Put a piece behind the others, into the last where it is its equal neighbour."""
+def stack(pieces: Pieces, piece: Piece) -> None:
+    """Put a piece without causal order behind the others, into the last where it is its equal neighbour."""
     last = pieces[-1] if pieces else None
     if (
         last is not None
         and not last.causal
         and (last.q1, last.k1) == (piece.q0, piece.k0)
-        and last.q1 - last.q0 == (piece.q1 - piece.q0) * last.count
-        and last.k1 - last.k0 == (piece.k1 - piece.k0) * last.count
+        and (last.q1 - last.q0) * piece.count == (piece.q1 - piece.q0) * last.count
+        and (last.k1 - last.k0) * piece.count == (piece.k1 - piece.k0) * last.count
     ):
-        pieces[-1] = Piece(last.q0, piece.q1, last.k0, piece.k1, False, last.count + 1)
+        pieces[-1] = Piece(last.q0, piece.q1, last.k0, piece.k1, False, last.count + piece.count)
     else:
         pieces.append(piece)
 

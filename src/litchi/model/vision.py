@@ -1,7 +1,7 @@
 """Pictures -> features in one call of the vision tower, with everything it loops over worked out beforehand.
 
 transformers' tower would build window indices and split queries per window in Python; it also accepts them ready
-made. Windows of equal size are laid side by side so that they are one attention piece.
+made. Windows of equal size are laid side by side so that they are one attention piece, and so are equal pictures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from litchi.model.leaves import folds_stills
-from litchi.model.spans import Piece, Pieces, Plan
+from litchi.model.spans import Piece, Pieces, Plan, stack
 from litchi.types import VisionSpec
 
 Grid = tuple[int, int, int]
@@ -68,10 +68,10 @@ def vision_layout(grids: Sequence[Grid], spec: VisionSpec) -> VisionLayout:
         order, runs, where = _grid_layout(grid, spec.merge, side)
         orders.append(order + at // unit)
         coordinates.append(where)
-        full.append(Piece(at, at + len(where), at, at + len(where), False, grid[0]))
+        stack(full, Piece(at, at + len(where), at, at + len(where), False, grid[0]))
         for count, size in runs:
             end = at + count * size * unit
-            window.append(Piece(at, end, at, end, False, count))
+            stack(window, Piece(at, end, at, end, False, count))
             at = end
     return VisionLayout(
         order=torch.from_numpy(np.concatenate(orders)),

@@ -370,7 +370,7 @@ def _shard(wrapped: Wrapped, mesh: Mesh, ranks: Ranks, *, offload: bool, whole_t
         shard(ends, gather_once=True)
     else:
         for end in ends:
-            shard(end, gather_once=True)  # the head is called once per chunk of the loss
+            shard(end, gather_once=True)  # a head with LoRA is called once for each piece of the loss
     fully_shard(owner, mesh=mesh.sharding, mp_policy=policy, offload_policy=kept, ignored_params=apart)
     for method in ("hidden", "next_hidden"):
         register_fsdp_forward_method(owner, method)
