@@ -35,7 +35,8 @@ def main() -> None:
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 9
     spec = load_processor(builtin_folder()).vision
     print(
-        "| model | prefix, document, documents | token ratio | shared, ms | independent / shared |\n|---|---|---|---|---|"
+        "| model | prefix, document, documents | token ratio | shared, ms | independent / shared |\n"
+        "|---|---|---|---|---|"
     )
     for name, groups in (("tiny", 4), ("middle", 1)):
         hf = make_model(name)

@@ -1,4 +1,4 @@
-"""Whole runs on tp, cp and pp: evaluation, checkpoint, resume on another layout, export and answers are one process's."""
+"""Whole runs on tp, cp and pp: evaluation, checkpoint, resume elsewhere, export and answers are one process's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ran(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     one = [["train", *words_of(folder, task, f"{task}-one")] for task in TRAINED]
     one += [["generate", str(folder / "chat-one"), str(folder / "chat.jsonl"), str(folder / "answers-one.jsonl")]]
-    (alone,) = RunningRanks(folder / "ranks-one", 1, run_all, one).results(300)
+    RunningRanks(folder / "ranks-one", 1, run_all, one).results(300)
     two: list[list[str]] = []
     for name, layout in LAYOUTS.items():
         two += [["train", *words_of(folder, task, f"{task}-{name}"), layout] for task in TRAINED]

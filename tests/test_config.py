@@ -187,8 +187,8 @@ def test_all_problems_at_once_with_their_lines(write):
         "x.yaml:18: train.steps and train.epochs are both given: give one of them",
         "x.yaml:21: eval.metrics has 'mrr@0': with task rerank one of "
         "mrr, mrr@k, ndcg, ndcg@k, map, map@k, recall@k, hit@k, precision@k",
-        "x.yaml:23: parallel.pp_schedule=interleaved: several runs of layers on a stage is not part of this version yet; "
-        "use 1f1b or gpipe",
+        "x.yaml:23: parallel.pp_schedule=interleaved: several runs of layers on a stage is not part of this version "
+        "yet; use 1f1b or gpipe",
         "x.yaml:24: learning_rate: no such setting. Did you mean optim.lr?",
         "command line: optim.clip=no: a number above 0, or null",
         "command line: train.sed: no such setting. Did you mean train.seed?",

@@ -2,8 +2,8 @@
 
     python benchmarks/peers/records.py FOLDER SAMPLES [DOCUMENTS]
 
-SAMPLES of a step (groups of DOCUMENTS each). `t` and `c` are seconds of the clock and of all ranks' CPU since the start,
-at the beginning of the step; nothing is padded, so `tok` and `real` are the same.
+SAMPLES of a step (groups of DOCUMENTS each). `t` and `c` are seconds of the clock and of all ranks' CPU since the
+start, at the beginning of the step; nothing is padded, so `tok` and `real` are the same.
 """
 
 from __future__ import annotations

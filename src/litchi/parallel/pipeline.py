@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def split_layers(layers: int, stages: int) -> list[range]:
     """Layers of each stage: equal runs; where they do not divide, later stages have one more, for the first has the
     vision tower. Pure."""
     edges = [layers * stage // stages for stage in range(stages + 1)]
-    return [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(edges)]
 
 
 def cut_stage(hf: nn.Module, family: Family, stage: int, stages: int, *, tied: bool) -> None:

@@ -1,4 +1,4 @@
-"""A layout tried out without its machines: the model on the meta device, the ranks pretended, one rank's share looked at.
+"""A layout without its machines: the model on the meta device, the ranks pretended, one rank's share looked at.
 
 The same `apply_parallel` cuts and shards as in a run, over torch's fake process group, so that what is reported is what
 a rank of a real one would hold.

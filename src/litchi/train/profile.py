@@ -19,7 +19,7 @@ class StepProfile:
     """Looks at steps `WARM + 1` to `WARM + steps` of this process, and writes what it saw.
 
     Args:
-        folder: gets `rank0.json` (for chrome://tracing or ui.perfetto.dev) and `operators0.txt`, and so on for each rank.
+        folder: gets `rank0.json` (for chrome://tracing or ui.perfetto.dev) and `operators0.txt`, of each rank.
         steps: how many; 0: none.
         rank: of this process.
         say: told where the files are.
