@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from features_job import Counted, run_all
 from PIL import Image
-from processes import RunningRanks
+from processes import RunningRanks, server
 from rendering import draw
 from runs import chat_rows, read_rows, rerank_rows, settings, train, write_rows
 
@@ -145,9 +144,8 @@ def _append(folder, number, go):
 
 
 def test_two_runs_at_once_do_not_break_each_other(tmp_path):
-    fork = multiprocessing.get_context("fork")
-    go = fork.Event()
-    running = [fork.Process(target=_append, args=(str(tmp_path), number, go)) for number in range(3)]
+    go = server.Event()  # this process has threads, so it cannot be forked itself
+    running = [server.Process(target=_append, args=(str(tmp_path), number, go)) for number in range(3)]
     for process in running:
         process.start()
     go.set()
