@@ -135,22 +135,22 @@ def test_a_full_disk_is_said_once_and_stops_nothing(tmp_path, caplog, monkeypatc
     assert store.find_media(media, GRID) is None and caplog.text.count("cannot be kept") == 1
 
 
-def _append(folder, number, go):
+def _append(folder, number, together):
     store = open_store(Path(folder))
     names = [store.name(Media("image", data=f"{number}/{n}".encode()), GRID) for n in range(50)]
-    go.wait(20)
     for n, name in enumerate(names):
         store.keep([name], [some(2, 100 * number + n)])
+        if n == 0:
+            together.wait(60)  # each has a file of its own now
 
 
 def test_two_runs_at_once_do_not_break_each_other(tmp_path):
-    go = server.Event()  # this process has threads, so it cannot be forked itself
-    running = [server.Process(target=_append, args=(str(tmp_path), number, go)) for number in range(3)]
+    together = server.Barrier(3)  # of the fork server: this process has threads, so it cannot be forked itself
+    running = [server.Process(target=_append, args=(str(tmp_path), number, together)) for number in range(3)]
     for process in running:
         process.start()
-    go.set()
     for process in running:
-        process.join()
+        process.join(90)
     store = open_store(tmp_path)
     assert len(store) == 150 and len(list((tmp_path / "store").glob("*.data"))) == 3
     for number in range(3):
