@@ -12,6 +12,7 @@ from processes import RunningRanks, run_litchi
 from litchi.errors import UserError
 from litchi.scale.selfcheck import (
     LAYOUTS,
+    QUICK,
     SAME,
     STEPS,
     Job,
@@ -41,7 +42,6 @@ WRAPPERS = {  # of those whose wrapper is not in the name
     "vision 1 + DDP 2": "DDP",
     "vision 2 + FSDP2 2": "FSDP2",
 }
-QUICK = [("full", "chat"), ("LoRA, language", "rerank")]
 
 
 def run_table(folder, world, kinds=None):

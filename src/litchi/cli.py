@@ -330,6 +330,7 @@ def export(
 @app.command()
 def selfcheck(
     procs: Annotated[int, typer.Option("--procs", min=1, help="Ranks at most.")] = 2,
+    quick: Annotated[bool, typer.Option("--quick", help="Full chat and LoRA rerank only.")] = False,
     write: Annotated[
         str | None, typer.Option("--write", metavar="FILE", help="Put the table into a document, between its marks.")
     ] = None,
@@ -343,7 +344,7 @@ def selfcheck(
     if job is not None:
         _in_ranks(None, lambda ranks: check.run_file(ranks, Path(job)))
         return
-    report = check.report_layouts(procs, write=None if write is None else Path(write))
+    report = check.report_layouts(procs, quick=quick, write=None if write is None else Path(write))
     print(json.dumps(report) if as_json else check.format_report(report))
     if not report["passed"]:
         raise typer.Exit(1)

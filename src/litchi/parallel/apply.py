@@ -256,22 +256,29 @@ def find_mesh(layout: Layout, device_type: str) -> Mesh:
 
 class Mesh:
     """The mesh of a layout. FSDP2 shards over `shards`, dp_shard and cp in one: ranks of cp hold other tokens, as
-    ranks of data do."""
+    ranks of data do. Axes of one rank are left out, for each makes a process group."""
 
     def __init__(self, layout: Layout, device_type: str):
-        sizes = (layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp)
-        ranks = torch.arange(layout.ranks).view(sizes)
-        self.joined = DeviceMesh(device_type, ranks, mesh_dim_names=("pp", "dp_replicate", "shards", "tp"))
-        self.axes = self.joined._unflatten("shards", (layout.dp_shard, layout.cp), ("dp_shard", "cp"))
-        self.copies = layout.dp_replicate
+        self.layout = layout
+        sizes = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, "shards": layout.dp_shard * layout.cp}
+        sizes = {axis: n for axis, n in {**sizes, "tp": layout.tp}.items() if n > 1 or axis == "shards"}
+        ranks = torch.arange(layout.ranks).view(*sizes.values())
+        self.joined = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(sizes))
+        both = layout.dp_shard > 1 and layout.cp > 1
+        parts = (layout.dp_shard, layout.cp), ("dp_shard", "cp")
+        self.axes = self.joined._unflatten("shards", *parts) if both else self.joined
 
     @cached_property
     def sharding(self) -> DeviceMesh:
-        return self.joined["shards"] if self.copies == 1 else self.joined["dp_replicate", "shards"]
+        if self.layout.dp_replicate == 1:
+            return self.joined["shards"]
+        return self.joined["dp_replicate", "shards"]
 
     def group(self, *axes: str) -> Group:
-        """The ranks of an axis, or of neighbouring axes in one."""
-        mesh = self.axes[axes[0]] if len(axes) == 1 else self.axes[axes]._flatten("_".join(axes))
+        """The ranks of an axis, or of neighbouring axes in one. Collective."""
+        some = tuple(axis for axis in axes if getattr(self.layout, axis) > 1)
+        names = tuple("shards" if axis == "cp" and self.axes is self.joined else axis for axis in some)
+        mesh = self.axes[names[0]] if len(names) == 1 else self.axes[names]._flatten("_".join(names))
         return Group(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
 

@@ -112,10 +112,14 @@ class Ran:
         return loss, norm
 
 
-def list_jobs(most: int) -> list[Job]:
-    """Every possible job for up to `most` ranks. 4-bit weights need their library."""
-    kinds = [kind for kind in TRAINED if "nf4" not in kind or find_spec("bitsandbytes")]
-    jobs = [Job(layout, trained, task) for trained in kinds for task in TASKS for layout in ("one", *LAYOUTS)]
+QUICK = (("full", "chat"), ("LoRA, language", "rerank"))  # kinds of training
+
+
+def list_jobs(most: int, *, quick: bool = False) -> list[Job]:
+    """Every possible job for up to `most` ranks; with `quick` of two kinds. 4-bit weights need their library."""
+    trained = [kind for kind in TRAINED if "nf4" not in kind or find_spec("bitsandbytes")]
+    kinds = QUICK if quick else [(kind, task) for kind in trained for task in TASKS]
+    jobs = [Job(layout, *kind) for kind in kinds for layout in ("one", *LAYOUTS)]
     return [job for job in jobs if job.ranks <= most and job.possible]
 
 
@@ -208,16 +212,17 @@ class Line:
     passed: bool
 
 
-def check_layouts(most: int, device: str, say: Callable[[str], None] = print) -> list[Line]:
+def check_layouts(most: int, device: str, *, quick: bool, say: Callable[[str], None] = print) -> list[Line]:
     """Run every job, one number of ranks after the other, and compare each with one process.
 
     Args:
         most: ranks at most.
         device: "cpu" or "cuda", for the tolerance.
+        quick: two kinds of training only.
     """
     from litchi.parallel.launch import run_ranks
 
-    jobs = list_jobs(most)
+    jobs = list_jobs(most, quick=quick)
     ran: dict[Job, Ran] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -254,14 +259,15 @@ def run_file(ranks: Ranks, file: Path) -> None:
         file.with_suffix(".out").write_text(json.dumps(found), encoding="utf-8")
 
 
-def report_layouts(most: int, *, write: Path | None = None) -> dict[str, Any]:
+def report_layouts(most: int, *, quick: bool = False, write: Path | None = None) -> dict[str, Any]:
     """The JSON answer of `selfcheck`; with `write` the table also goes into a document."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    lines = check_layouts(most, device, say=lambda text: print(text, file=sys.stderr))
+    lines = check_layouts(most, device, quick=quick, say=lambda text: print(text, file=sys.stderr))
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU, gloo"
-    note = f"{where}, fp32, torch {torch.__version__}, {date.today()}: `litchi selfcheck --procs {most}`"
+    command = f"litchi selfcheck --procs {most}{' --quick' * quick}"
+    note = f"{where}, fp32, torch {torch.__version__}, {date.today()}: `{command}`"
     if write is not None:
         write.write_text(fill_table(write.read_text(encoding="utf-8"), lines, f"{note}."), encoding="utf-8")
     return {
