@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from litchi.config.data import Data, DataSource, Pixels, Video
 from litchi.config.kinds import Every
 from litchi.config.later import LATER
 from litchi.config.reading import Key, Reading, dotted, read_settings, show
@@ -26,23 +27,16 @@ from litchi.config.sections import (
     METRICS,
     SAME_NUMBERS,
     Config,
-    Data,
-    DataSource,
-    Eval,
     Lora,
     Loss,
     Model,
-    Optim,
     Parallel,
     Part,
-    Pixels,
-    Stage,
     Task,
-    Train,
     Trainable,
-    Video,
     under,
 )
+from litchi.config.train import Eval, Optim, Stage, Train
 from litchi.config.words import allowed, choices, fields, known_keys, nearest, section_of, settings_markdown
 
 __all__ = [

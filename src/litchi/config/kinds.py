@@ -1,4 +1,4 @@
-"""What a setting's value may be: numbers with bounds, distances, lists; each says in words what it takes."""
+"""What a setting's value may be (numbers, distances, lists), with words for what it takes, and a section of them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BeforeValidator, PlainSerializer, PlainValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, PlainValidator, model_validator
 
 
 @dataclass(frozen=True)
@@ -125,3 +125,24 @@ Targets = Annotated[
     BeforeValidator(_unless("all")),
     Says("all (null), or a list of module names"),
 ]
+
+
+class Section(BaseModel):
+    """A group of settings."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+    short: ClassVar[str | None] = None  # the key a bare word stands for, as in `loss: bce`
+
+    @model_validator(mode="before")
+    @classmethod
+    def _written_out(cls, value: Any) -> Any:
+        return cls.expand(value)
+
+    @classmethod
+    def expand(cls, value: Any) -> Any:
+        """Write out the short form. A section whose lines are all commented out (null) is an empty one."""
+        if value is None:
+            return {}
+        return {cls.short: value} if cls.short and isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""The settings there are: frozen sections, each setting with its line of text below it.
+"""The settings there are: frozen sections, each setting with its line of text below it; more in data.py and train.py.
 
 `docs/settings.md` is made from these lines (words.py), the errors for wrong values from the types; what
 values mean together is checked where they are read (__init__.py). SAME_NUMBERS says which settings do not
@@ -10,30 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BeforeValidator, model_validator
 
-from litchi.config.kinds import (
-    AutoTokens,
-    Betas,
-    Decay,
-    Distance,
-    Names,
-    Positive,
-    Says,
-    Share,
-    Targets,
-    Trackers,
-    Until,
-    Warmup,
-    Weight,
-    Window,
-    as_sections,
-    stem,
-)
+from litchi.config.data import Data
+from litchi.config.kinds import Decay, Positive, Says, Section, Targets, Trackers, Weight, as_sections
 from litchi.config.reading import dump_settings
+from litchi.config.train import Eval, Optim, Stage, Train
 
 Task = Literal["chat", "rerank"]
 
@@ -42,27 +27,6 @@ METRICS = {  # @k stands for a cut such as @10
     "chat": ("exact_match", "bleu", "chrf", "rouge_l"),
     "rerank": ("mrr", "mrr@k", "ndcg", "ndcg@k", "map", "map@k", "recall@k", "hit@k", "precision@k"),
 }
-
-
-class Section(BaseModel):
-    """A group of settings."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-    short: ClassVar[str | None] = None  # the key a bare word stands for, as in `loss: bce`
-
-    @model_validator(mode="before")
-    @classmethod
-    def _written_out(cls, value: Any) -> Any:
-        return cls.expand(value)
-
-    @classmethod
-    def expand(cls, value: Any) -> Any:
-        """Write out the short form. A section whose lines are all commented out (null) is an empty one."""
-        if value is None:
-            return {}
-        return {cls.short: value} if cls.short and isinstance(value, str) else value
 
 
 # ------------------------------------------------------------------------------------------------------ sections
@@ -157,190 +121,6 @@ class Trainable(Section):
             return value
         parts = {key: part for key, part in value.items() if key in USUAL_MODES and isinstance(part, dict)}
         return {**value, **{key: {"mode": USUAL_MODES[key], **part} for key, part in parts.items()}}
-
-
-class Pixels(Section):
-    """The pixel budget of a picture: it is scaled, keeping its shape, until its area lies inside."""
-
-    min: Positive | None = None
-    """Pixels a picture is enlarged to; null: the model's own."""
-    max: Positive | None = None
-    """Pixels a picture is reduced to; null: the model's own."""
-
-
-class Video(Section):
-    """How a video is sampled."""
-
-    fps: Annotated[float, Gt(0)] = 2.0
-    """Frames taken per second."""
-    max_frames: Positive = 768
-    """Frames at most; a longer video is sampled more thinly."""
-    pixels: Positive | None = None
-    """Pixels of all frames together at most; null: the model's own."""
-    segment_s: Annotated[float, Gt(0)] | None = None
-    """Length of a segment of a long video in seconds; null: not cut."""
-
-
-class DataSource(Section):
-    """A file of samples. The path alone will do."""
-
-    short = "path"
-
-    path: Annotated[str, Says("a path")]
-    """JSONL (also .gz, .zst), Parquet or WebDataset tar."""
-    weight: Annotated[float, Gt(0)] = 1.0
-    """Passes over the file in an epoch: 2.0 twice, 0.5 another half each time. Training only."""
-    name: str = ""
-    """What reports call it; by default the file's name without its endings."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_it(cls, value: Any) -> Any:
-        value = cls.expand(value)
-        if not isinstance(value, dict) or not isinstance(value.get("path"), str) or value.get("name"):
-            return value
-        return {**value, "name": stem(value["path"])}
-
-
-Sources = Annotated[
-    tuple[DataSource, ...], BeforeValidator(as_sections), Says("a path, {path, weight, name}, or a list of these")
-]
-
-
-class Data(Section):
-    """Where samples come from, and what is done with those that cannot be used."""
-
-    train: Sources = ()
-    """Samples to learn from. Required for training."""
-    eval: Sources = ()
-    """Samples to measure on during training, under different names."""
-    media_root: str | None = None
-    """Folder that relative media paths start from; null: the folder of the file that names them."""
-    max_length: Positive = 4096
-    """Tokens of a sample at most, pictures included (rerank: of a query with one document)."""
-    overlong: Literal["drop", "error"] = "drop"
-    """A longer sample is left out and counted, or stops the run. It is never cut."""
-    verify: Literal["decoded", "headers", "off"] = "decoded"
-    """What is checked of every medium before step 1: all its pixels, its header, nothing. Verdicts are cached."""
-    on_bad_media: Literal["error", "skip"] = "error"
-    """A medium that cannot be read stops the run, or its row is left out and put in quarantine."""
-    max_bad_fraction: Share = 0.02
-    """The share of rows that `skip` may leave out; more stops the run."""
-    workers: Annotated[int, Ge(0)] = 2
-    """Processes of each rank that load samples; 0: in the training process. The numbers do not depend on it."""
-    shuffle: bool = True
-    """A new order in each epoch; false: the order of the files."""
-    template: str = "lychee"
-    """Name of the prompt a query and a document are put into (rerank). Chat uses the model's own."""
-    instruction: str | None = None
-    """Instruction for rows that bring none (rerank); null: the template's own."""
-    negatives: Positive | None = None
-    """Negatives of a group that take part in an epoch, drawn anew each time (rerank); null: all."""
-    pixels: Pixels = Pixels()
-    """The pixel budget of a picture."""
-    window: Window | None = None
-    """Grey levels of 16-bit pictures that become black and white; null: 0 and 65535."""
-    video: Video = Video()
-    """How a video is sampled."""
-
-
-class Optim(Section):
-    """The optimizer and its rate."""
-
-    name: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
-    """`adamw`, the same with its state in 8 bits, or plain `sgd`."""
-    lr: Annotated[float, Ge(0)] = 1e-4
-    """Learning rate after the warm-up; 0 changes nothing, as a control."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the rate falls to 0 after the warm-up, or stays."""
-    warmup: Warmup = 0.03
-    """Steps in which the rate rises from 0."""
-    weight_decay: Annotated[float, Ge(0)] = 0.01
-    """Decay of weight matrices; biases, norms and embeddings have none."""
-    betas: Betas = (0.9, 0.95)
-    """How slowly adamw's two averages forget."""
-    clip: Annotated[float, Gt(0)] | None = 1.0
-    """Norm that gradients of all parts together are cut back to; null: never."""
-
-
-class Train(Section):
-    """How long, in which pieces, and what is kept."""
-
-    steps: Positive | None = None
-    """Length of the run in steps. Give this or `train.epochs`; on the command line it replaces the file's epochs."""
-    epochs: Positive | None = None
-    """Length of the run in passes over the data; 1 when neither is given."""
-    global_batch_size: Positive = 32
-    """Samples (rerank: groups) of a step on all ranks together. Accumulation follows from it and is printed."""
-    micro_batch_tokens: AutoTokens = None
-    """Tokens a rank takes at once; `auto`: 16384 on a GPU, 8192 on CPU. A larger sample goes alone; a larger
-    group is cut into pieces, with the loss and gradient of the whole."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """What is computed in; `auto`: bf16 on a GPU that can, fp32 on CPU."""
-    seed: Annotated[int, Ge(0)] = 0
-    """Where order, negatives, dropout and new weights come from."""
-    deterministic: bool = False
-    """Bit-identical repeats on a GPU, at some cost. On CPU they are so anyway."""
-    checkpoint_activations: bool = False
-    """Compute layers twice instead of keeping what they leave: less memory, about a third more time."""
-    offload: Literal["none", "optimizer", "all"] = "none"
-    """What is held in the machine's memory instead of the GPU's: the optimizer's state and update, or with `all` the
-    weights and their gradients too (sharded weights only, `parallel.dp_shard` above 1)."""
-    features: Literal["off", "cache", "precompute"] = "off"
-    """Features of a frozen vision tower: computed each time, kept from the first (in files that all runs share, below
-    `LITCHI_CACHE`), or all computed before step 1."""
-    log_every: Positive = 1
-    """Steps between lines on the screen; `metrics.jsonl` has every step."""
-    eval_every: Distance | None = None
-    """When `data.eval` is measured; null: at the end only."""
-    save_every: Distance | None = None
-    """When a checkpoint is written; null: at the end, and when a signal stops the run."""
-    save: Literal["all", "weights"] = "all"
-    """What a checkpoint holds: all that a resume needs, or the trained weights alone (with adamw a third of the size),
-    to measure and export. A run that is stopped by a signal saves all in any case."""
-    keep: Positive = 3
-    """Newest checkpoints that are kept, besides the best."""
-    best: str | None = None
-    """Metric whose best checkpoint is kept and exported, such as `mrr@10`; of `loss` the lowest."""
-    early_stop: Positive | None = None
-    """Evaluations without a better `train.best` after which the run ends; null: never."""
-    on_nonfinite: Literal["skip", "rollback", "stop"] = "skip"
-    """A step whose loss or gradient is not finite is left out, goes back to a checkpoint, or stops the run."""
-    hang_s: Annotated[float, Gt(0)] = 600.0
-    """Seconds without a sign of life after which a run is ended with the stacks of its processes."""
-    export: Literal["end", "never"] = "end"
-    """When `export/` is written, the form that transformers, peft and vLLM load."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _length(cls, value: Any) -> Any:
-        value = cls.expand(value)
-        if isinstance(value, dict) and value.get("steps") is None and value.get("epochs") is None:
-            return {**value, "epochs": 1}
-        return value
-
-
-class Eval(Section):
-    """What is measured, in training and by `litchi evaluate`."""
-
-    metrics: Names | None = None
-    """Metrics to print; null: the usual ones of the task. Chat: `exact_match`, `bleu`, `chrf`, `rouge_l`; rerank:
-    `mrr`, `ndcg`, `map`, each also with a cut as in `mrr@10`, and `recall@k`, `hit@k`, `precision@k`."""
-    max_rows: Positive | None = None
-    """Rows of each file, from its start; null: all."""
-    max_new_tokens: Positive = 64
-    """Tokens of a generated answer at most (chat)."""
-    slices: Names = ()
-    """Fields of the rows by whose values the metrics are also given."""
-
-
-class Stage(Section):
-    """A part of the run with its own pixel budget."""
-
-    until: Until
-    """Last step of the stage, or a fraction of the run; it rises from stage to stage."""
-    pixels: Pixels = Pixels()
-    """Its pixel budget; a limit that is not given is that of `data.pixels`."""
 
 
 class Parallel(Section):

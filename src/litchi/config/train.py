@@ -1,0 +1,110 @@
+"""Settings of the optimizer, the run, its evaluations and its stages, as sections.py describes them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt
+from pydantic import model_validator
+
+from litchi.config.data import Pixels
+from litchi.config.kinds import AutoTokens, Betas, Distance, Names, Positive, Section, Until, Warmup
+
+
+class Optim(Section):
+    """The optimizer and its rate."""
+
+    name: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
+    """`adamw`, the same with its state in 8 bits, or plain `sgd`."""
+    lr: Annotated[float, Ge(0)] = 1e-4
+    """Learning rate after the warm-up; 0 changes nothing, as a control."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the rate falls to 0 after the warm-up, or stays."""
+    warmup: Warmup = 0.03
+    """Steps in which the rate rises from 0."""
+    weight_decay: Annotated[float, Ge(0)] = 0.01
+    """Decay of weight matrices; biases, norms and embeddings have none."""
+    betas: Betas = (0.9, 0.95)
+    """How slowly adamw's two averages forget."""
+    clip: Annotated[float, Gt(0)] | None = 1.0
+    """Norm that gradients of all parts together are cut back to; null: never."""
+
+
+class Train(Section):
+    """How long, in which pieces, and what is kept."""
+
+    steps: Positive | None = None
+    """Length of the run in steps. Give this or `train.epochs`; on the command line it replaces the file's epochs."""
+    epochs: Positive | None = None
+    """Length of the run in passes over the data; 1 when neither is given."""
+    global_batch_size: Positive = 32
+    """Samples (rerank: groups) of a step on all ranks together. Accumulation follows from it and is printed."""
+    micro_batch_tokens: AutoTokens = None
+    """Tokens a rank takes at once; `auto`: 16384 on a GPU, 8192 on CPU. A larger sample goes alone; a larger
+    group is cut into pieces, with the loss and gradient of the whole."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """What is computed in; `auto`: bf16 on a GPU that can, fp32 on CPU."""
+    seed: Annotated[int, Ge(0)] = 0
+    """Where order, negatives, dropout and new weights come from."""
+    deterministic: bool = False
+    """Bit-identical repeats on a GPU, at some cost. On CPU they are so anyway."""
+    checkpoint_activations: bool = False
+    """Compute layers twice instead of keeping what they leave: less memory, about a third more time."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What is held in the machine's memory instead of the GPU's: the optimizer's state and update, or with `all` the
+    weights and their gradients too (sharded weights only, `parallel.dp_shard` above 1)."""
+    features: Literal["off", "cache", "precompute"] = "off"
+    """Features of a frozen vision tower: computed each time, kept from the first (in files that all runs share, below
+    `LITCHI_CACHE`), or all computed before step 1."""
+    log_every: Positive = 1
+    """Steps between lines on the screen; `metrics.jsonl` has every step."""
+    eval_every: Distance | None = None
+    """When `data.eval` is measured; null: at the end only."""
+    save_every: Distance | None = None
+    """When a checkpoint is written; null: at the end, and when a signal stops the run."""
+    save: Literal["all", "weights"] = "all"
+    """What a checkpoint holds: all that a resume needs, or the trained weights alone (with adamw a third of the size),
+    to measure and export. A run that is stopped by a signal saves all in any case."""
+    keep: Positive = 3
+    """Newest checkpoints that are kept, besides the best."""
+    best: str | None = None
+    """Metric whose best checkpoint is kept and exported, such as `mrr@10`; of `loss` the lowest."""
+    early_stop: Positive | None = None
+    """Evaluations without a better `train.best` after which the run ends; null: never."""
+    on_nonfinite: Literal["skip", "rollback", "stop"] = "skip"
+    """A step whose loss or gradient is not finite is left out, goes back to a checkpoint, or stops the run."""
+    hang_s: Annotated[float, Gt(0)] = 600.0
+    """Seconds without a sign of life after which a run is ended with the stacks of its processes."""
+    export: Literal["end", "never"] = "end"
+    """When `export/` is written, the form that transformers, peft and vLLM load."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _length(cls, value: Any) -> Any:
+        value = cls.expand(value)
+        if isinstance(value, dict) and value.get("steps") is None and value.get("epochs") is None:
+            return {**value, "epochs": 1}
+        return value
+
+
+class Eval(Section):
+    """What is measured, in training and by `litchi evaluate`."""
+
+    metrics: Names | None = None
+    """Metrics to print; null: the usual ones of the task. Chat: `exact_match`, `bleu`, `chrf`, `rouge_l`; rerank:
+    `mrr`, `ndcg`, `map`, each also with a cut as in `mrr@10`, and `recall@k`, `hit@k`, `precision@k`."""
+    max_rows: Positive | None = None
+    """Rows of each file, from its start; null: all."""
+    max_new_tokens: Positive = 64
+    """Tokens of a generated answer at most (chat)."""
+    slices: Names = ()
+    """Fields of the rows by whose values the metrics are also given."""
+
+
+class Stage(Section):
+    """A part of the run with its own pixel budget."""
+
+    until: Until
+    """Last step of the stage, or a fraction of the run; it rises from stage to stage."""
+    pixels: Pixels = Pixels()
+    """Its pixel budget; a limit that is not given is that of `data.pixels`."""
