@@ -58,7 +58,7 @@ ONCE := (once: some minutes and 6 GB, most of it torch)
 
 $(VENV)/.installed-core: pyproject.toml | $(BIN)/python
 	@echo "== installing Litchi $(ONCE)"
-	@$(INSTALL) .
+	@$(INSTALL) '.[serve]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python

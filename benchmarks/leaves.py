@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
+from middle import middle_config
 from torch import nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -31,26 +32,12 @@ from litchi.types import Batch, VisionSpec
 
 FAMILY = FAMILIES["qwen2_5_vl"]
 SWITCHES = tuple(field.name for field in fields(Leaves))
-MIDDLE = {  # 60 M parameters, a third of them for 32,768 tokens
-    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "vocab_size": 32768,
-}  # fmt: skip
-MIDDLE_VISION = {
-    "depth": 6, "hidden_size": 384, "intermediate_size": 1152, "num_heads": 6, "out_hidden_size": 512,
-    "fullatt_block_indexes": [2, 5],
-}  # fmt: skip
 
 
 def make_model(name: str) -> nn.Module:
     """A random model: of the shape of the packaged one, or the middle one."""
-    config = Qwen2_5_VLConfig.from_pretrained(builtin_folder())
-    if name == "middle":
-        for key, value in MIDDLE.items():
-            setattr(config.text_config, key, value)
-        config.text_config.layer_types = ["full_attention"] * MIDDLE["num_hidden_layers"]
-        config.text_config.rope_parameters = {**config.text_config.rope_parameters, "mrope_section": [8, 12, 12]}
-        for key, value in MIDDLE_VISION.items():
-            setattr(config.vision_config, key, value)
+    folder = builtin_folder()
+    config = middle_config(folder) if name == "middle" else Qwen2_5_VLConfig.from_pretrained(folder)
     torch.manual_seed(0)
     hf = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=torch.float32)
     attention.register()

@@ -100,10 +100,10 @@ def run_limited(ranks: Ranks, out: str, words: list[str], rank: int, limit_bytes
     """
     real = loop.train_step
 
-    def cut(trainer, step, *rest):
+    def cut(trainer, step, *rest, **how):
         if step == 3:
             raise Cut
-        return real(trainer, step, *rest)
+        return real(trainer, step, *rest, **how)
 
     loop.train_step = cut
     with contextlib.suppress(Cut):

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from litchi.model import attention
+from litchi.errors import MachineError
+from litchi.model import kernels
 from litchi.model.attention import PieceAttention
 from litchi.model.spans import Piece, span_pieces
 
@@ -134,13 +135,13 @@ def test_the_gradient_is_the_one_of_finite_differences():
 def test_the_math_block_equals_the_flash_block(causal, queries, keys):
     q, k, v = (torch.randn(2, h, 7, 16, generator=torch.Generator().manual_seed(h)) for h in (queries, keys, keys))
     grad = torch.randn(2, queries, 7, 16, generator=torch.Generator().manual_seed(9))
-    flash = attention._flash_block(q, k, v, causal, 0.3)
-    math = attention._math_block(q, k, v, causal, 0.3)
+    flash = kernels._flash_block(q, k, v, causal, 0.3)
+    math = kernels._math_block(q, k, v, causal, 0.3)
     for one, other in zip(flash, math, strict=True):
         torch.testing.assert_close(one, other, atol=2e-6, rtol=2e-6)
     backward = [
         block(grad, q, k, v, *flash, causal, 0.3)
-        for block in (attention._flash_block_backward, attention._math_block_backward)
+        for block in (kernels._flash_block_backward, kernels._math_block_backward)
     ]
     for one, other in zip(*backward, strict=True):
         torch.testing.assert_close(one, other, atol=5e-6, rtol=5e-6)
@@ -151,7 +152,7 @@ def test_levels_hold_pieces_of_one_kind_with_disjoint_queries():
     """What runs as one variable-length call must not write a query twice."""
     spans = [(0, 4, -1), (4, 6, 0), (6, 7, 1), (7, 9, -1), (9, 12, 3), (12, 14, 4)]
     pieces = span_pieces(spans)
-    levels = attention._levels(pieces)
+    levels = kernels._levels(pieces)
     assert sorted(map(repr, pieces)) == sorted(repr(p) for level in levels for p in level)
     for level in levels:
         assert len({(p.causal, p.first) for p in level}) == 1
@@ -162,7 +163,7 @@ def test_levels_hold_pieces_of_one_kind_with_disjoint_queries():
 def test_lengths_cut_stacked_pieces():
     """Two blocks of three tokens and one of two become three sequences."""
     pieces = [Piece(0, 6, 0, 6, True, count=2), Piece(6, 8, 6, 8, True)]
-    (index, cumulative, longest), _ = attention._lengths(pieces, torch.device("cpu"))
+    (index, cumulative, longest), _ = kernels._lengths(pieces, torch.device("cpu"))
     assert (index.tolist(), cumulative.tolist(), longest) == (list(range(8)), [0, 3, 6, 8], 3)
 
 
@@ -172,28 +173,86 @@ SPANS = [(0, 37, -1), (37, 60, 0), (60, 91, 0), (91, 100, 2), (100, 133, -1), (1
 def test_variable_length_calls_fit_the_kernels():
     """On the meta device the real operators check their arguments and say what shapes come out; nothing is computed."""
     q, k, v = (torch.empty(166, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
-    out, lse = attention.varlen_forward(q, k, v, span_pieces(SPANS), 0.125)
+    out, lse = kernels.varlen_forward(q, k, v, span_pieces(SPANS), 0.125)
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, q.shape[:2], torch.float32)
-    gradients = attention.varlen_backward(out, q, k, v, out, lse, span_pieces(SPANS), 0.125)
+    gradients = kernels.varlen_backward(out, q, k, v, out, lse, span_pieces(SPANS), 0.125)
     assert [(g.shape, g.dtype) for g in gradients] == [(t.shape, t.dtype) for t in (q, k, v)]
+
+
+def one_by_one(q, k, v, lengths, causal, scale):
+    """A variable-length call written out: its sequences through the math block, output [Q, H, D], lse [H, Q]."""
+    cu_q, cu_k, *_ = (x.tolist() if isinstance(x, torch.Tensor) else x for x in lengths)
+    parts = [
+        kernels._math_block(*(t[a:b].transpose(0, 1)[None] for t, (a, b) in ((q, x), (k, y), (v, y))), causal, scale)
+        for x, y in zip(pairwise(cu_q), pairwise(cu_k), strict=True)
+    ]
+    return torch.cat([o[0].transpose(0, 1) for o, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1)
+
+
+def one_by_one_backward(grad, q, k, v, out, lse, lengths, causal, scale):
+    cu_q, cu_k, *_ = (x.tolist() if isinstance(x, torch.Tensor) else x for x in lengths)
+    parts = []
+    for (a, b), (c, d) in zip(pairwise(cu_q), pairwise(cu_k), strict=True):
+        given = [t[x:y].transpose(0, 1)[None] for t, (x, y) in
+                 ((grad, (a, b)), (q, (a, b)), (k, (c, d)), (v, (c, d)), (out, (a, b)))]  # fmt: skip
+        back = kernels._math_block_backward(*given, lse[None, :, a:b], causal, scale)
+        parts.append([g[0].transpose(0, 1) for g in back])
+    return tuple(torch.cat(side) for side in zip(*parts, strict=True))
+
+
+def test_variable_length_calls_merge_as_blocks_do():
+    """What CUDA runs around its kernel, with the kernel written out: levels, lengths, indices and merging."""
+    (q, k, v), grad = heads(166)
+    pieces = span_pieces(SPANS)
+    assert len(kernels._levels(pieces)) > 1
+    found = kernels.varlen_forward(q, k, v, pieces, 0.25, one_by_one)
+    wanted = kernels.pieces_forward(q, k, v, pieces, 0.25)
+    gradients = kernels.varlen_backward(grad, q, k, v, *wanted, pieces, 0.25, one_by_one_backward)
+    expected = kernels.pieces_backward(grad, q, k, v, *wanted, pieces, 0.25)
+    for one, other in zip((*found, *gradients), (*wanted, *expected), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+        assert other.abs().sum() > 0
+
+
+# ---- Choosing
+
+
+def test_what_auto_takes():
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    taken = [kernels.choose_kernels("auto", *where) for where in ((cpu, torch.float32), (gpu, torch.bfloat16))]
+    assert taken == [kernels.ON_CPU, kernels.VARLEN]
+    assert kernels.choose_kernels("auto", gpu, torch.float32) is kernels.MATH
+    assert kernels.choose_kernels("sdpa", gpu, torch.bfloat16) is kernels.MATH
+
+
+@pytest.mark.parametrize("choice", ["varlen", "flash"])
+@pytest.mark.parametrize("where", [("cpu", torch.bfloat16), ("cuda", torch.float32)])
+def test_kernels_for_half_precision_on_a_gpu_are_refused_elsewhere(choice, where):
+    with pytest.raises(MachineError, match=f"model.attention={choice} computes in bf16 or fp16 on a GPU"):
+        kernels.choose_kernels(choice, torch.device(where[0]), where[1])
 
 
 # ---- On CUDA
 
 
-def both_devices(dtype):
+def both_devices(dtype, kernel="auto"):
     """Output and gradients on CUDA in `dtype`, and on the CPU in fp32 from the same (rounded) numbers."""
     inputs, grad = heads(166, 4, 2, 64, device="cuda", dtype=dtype)
-    cuda = outcome(PieceAttention.apply(*inputs, span_pieces(SPANS), 0.125), inputs, grad)
+    pieces = span_pieces(SPANS)
+    pieces.kernel = kernel
+    cuda = outcome(PieceAttention.apply(*inputs, pieces, 0.125), inputs, grad)
     exact = [t.detach().float().cpu().requires_grad_() for t in inputs]
     cpu = outcome(PieceAttention.apply(*exact, span_pieces(SPANS), 0.125), exact, grad.float().cpu())
     return cuda, cpu
 
 
 @pytest.mark.needs_gpu
-def test_variable_length_calls_equal_the_cpu():
-    """Needs a GPU: flash kernels in bf16, whose rounding is 2^-8 of the largest value."""
-    for one, other in zip(*both_devices(torch.bfloat16), strict=True):
+@pytest.mark.parametrize("kernel", ["varlen", "flash", "sdpa"])
+def test_half_precision_on_cuda_equals_the_cpu(kernel):
+    """Needs a GPU: every choice in bf16, whose rounding is 2^-8 of the largest value."""
+    if kernel == "flash":
+        pytest.importorskip("flash_attn")
+    for one, other in zip(*both_devices(torch.bfloat16, kernel), strict=True):
         assert (one.float().cpu() - other).abs().max() <= 2**-6 * other.abs().max()
         assert other.abs().max() > 0
 

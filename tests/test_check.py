@@ -1,18 +1,24 @@
 """`litchi data check` names every row that cannot be used, counts the rest exactly, and can write them down."""
 
+import base64
+import io
 import json
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from processes import run_litchi
 from rendering import draw
 from runs import read_rows, settings
 
 from litchi.batch.index import sample_media
 from litchi.batch.loader import make_batch
+from litchi.batch.sources import index_sources
 from litchi.data.processor import load_processor
 from litchi.errors import UsageError
 from litchi.prepare.check import check_files, check_report, format_report, write_clean
+from litchi.prepare.check_report import check_out, write_report
 
 
 def group(query="a red hat", positive="hat, red", negatives=("hat, blue",), **more):
@@ -23,11 +29,23 @@ def talk(answer="Red.", user="Which colour?", **more):
     return {"messages": [{"role": "user", "content": user}, {"role": "assistant", "content": answer}], **more}
 
 
+def configure(path, task, *words):
+    paths = [str(one) for one in path] if isinstance(path, list) else str(path)
+    return settings("model.path=builtin:tiny", f"task={task}", f"data.train={json.dumps(paths)}", *words)
+
+
 @pytest.fixture
 def check(base_folder):
+    return lambda path, task, *words: check_files(configure(path, task, *words), load_processor(base_folder))
+
+
+@pytest.fixture
+def index(base_folder):
+    """The same rows as training scans them."""
+
     def run(path, task, *words):
-        config = settings("model.path=builtin:tiny", f"task={task}", f"data.train={json.dumps(str(path))}", *words)
-        return check_files(config, load_processor(base_folder))
+        config = configure(path, task, *words)
+        return index_sources(config, config.data.train, load_processor(base_folder))
 
     return run
 
@@ -84,12 +102,14 @@ CHAT = [
 ]
 
 
-@pytest.mark.parametrize(("task", "wrong", "fine"), [("rerank", RERANK, group), ("chat", CHAT, talk)])
-def test_every_kind_of_bad_row_is_named(task, wrong, fine, folder, check):
+@pytest.mark.parametrize(
+    ("task", "wrong", "fine", "asked"), [("rerank", RERANK, group, "query"), ("chat", CHAT, talk, "user")]
+)
+def test_every_kind_of_bad_row_is_named(task, wrong, fine, asked, folder, check):
     """Good rows stand before, between and after; each bad one has one finding, in the order of the file."""
     rows = [fine()]
-    for row, _, _ in wrong:
-        rows += [row, fine()]
+    for i, (row, _, _) in enumerate(wrong):
+        rows += [row, fine(**{asked: f"question {i}"})]
     path, _ = write(folder / "rows.jsonl", *rows)
     report = check_report(check(path, task, "data.max_length=400"))
     found = [(f["line"], f["code"], f["severity"]) for f in report["findings"]]
@@ -118,13 +138,13 @@ def test_a_bad_negative_leaves_its_group(folder, check):
     assert report["usable"] == 1 and finding["code"] == "unreadable_media" and "document d2" in finding["message"]
 
 
-def test_totals_are_what_training_would_read(folder, check):
+def test_totals_are_what_training_would_read(folder, check, index):
     """Tokens and pixels of the usable rows, counted again on real batches."""
     shown = group(query={"text": "this", "image": "good.png"}, negatives=["hat, blue", {"image": "good.png"}])
     path, _ = write(folder / "rows.jsonl", shown, group(), b"{")
-    corpus = check(path, "rerank", "data.pixels.min=6272", "data.pixels.max=12544")
-    report = check_report(corpus)
-    batch = make_batch(corpus, [(0, None), (1, None)])
+    words = ("data.pixels.min=6272", "data.pixels.max=12544")
+    report = check_report(check(path, "rerank", *words))
+    batch = make_batch(index(path, "rerank", *words), [(0, None), (1, None)])
     assert report["usable"] == 2 and report["tokens"] == batch.tokens
     assert report["pixels"] == len(batch.pixels) * 14 * 14 > 0  # the picture stands twice and is encoded once
 
@@ -143,7 +163,7 @@ def test_clean_rows_are_the_usable_ones_letter_for_letter(folder, check):
     assert (report["rows"], report["usable"], report["findings"]) == (2, 2, [])
 
 
-def test_clean_rows_in_another_folder_still_find_their_media(folder, check, tmp_path):
+def test_clean_rows_in_another_folder_still_find_their_media(folder, check, index, tmp_path):
     """Every place where a row names media; texts that look like paths, and rows without media, are left alone."""
     rerank = [
         group(query={"text": "good.png", "image": "good.png"}, negatives=[{"image": ["good.png", "good.png"]}, "x"]),
@@ -158,8 +178,8 @@ def test_clean_rows_in_another_folder_still_find_their_media(folder, check, tmp_
         out = tmp_path / "elsewhere" / f"{task}.jsonl"
         out.parent.mkdir(exist_ok=True)
         assert f"in {moved} of them the paths of media were rewritten" in write_clean(before, out, media_root=None)
-        after = check(out, task)
-        assert check_report(before)["findings"] == check_report(after)["findings"] == []
+        assert check_report(before)["findings"] == check_report(check(out, task))["findings"] == []
+        before, after = index(path, task), index(out, task)
         old, new = ([c.load(i) for i in range(len(rows))] for c in (before, after))
         keys = [[m.key for m in sample_media(s)] for s in old]
         assert [[str(Path(m.key).resolve()) for m in sample_media(s)] for s in new] == keys and any(keys)
@@ -196,6 +216,178 @@ def test_nothing_is_overwritten(folder, check):
         write_clean(check(path, "rerank"), folder / "none" / "out.jsonl", media_root=None)
 
 
+# ---- rows compared with each other
+
+
+def told(report):
+    return [(Path(f["file"]).name, f["line"], f["code"]) for f in report["findings"]]
+
+
+def test_rows_that_repeat_or_contradict_an_earlier_one(folder, check):
+    """Pictures count by their bytes: copy.png is good.png under another name."""
+    (folder / "copy.png").write_bytes((folder / "good.png").read_bytes())
+    rows = [
+        group(),
+        group(id="other", weight=2),  # the same content, whatever its id and fields
+        group(query="A red hat"),  # another spelling is another row
+        group(positive="hat, blue", negatives=["hat, green"]),  # line 1 says blue is wrong
+        group(query={"image": "good.png"}, positive="x"),
+        group(query={"image": "copy.png"}, positive="x"),
+        group(query={"image": "copy.png"}, positive="y", negatives=["x"]),
+        group(instruction="Rank otherwise.", positive="hat, blue", negatives=["hat, red"]),  # asks something else
+    ]
+    path, _ = write(folder / "rows.jsonl", *rows)
+    report = check_report(check(path, "rerank"))
+    assert told(report) == [
+        ("rows.jsonl", 2, "duplicate_row"),
+        ("rows.jsonl", 4, "contradicting_row"),
+        ("rows.jsonl", 6, "duplicate_row"),
+        ("rows.jsonl", 7, "contradicting_row"),
+    ]
+    assert [f["message"].split("line ")[1] for f in report["findings"]] == ["1", "1", "5", "5"]
+    assert {f["severity"] for f in report["findings"]} == {"warning"} and report["usable"] == len(rows)
+
+
+def test_conversations_that_repeat_or_contradict_an_earlier_one(folder, check):
+    (folder / "copy.png").write_bytes((folder / "good.png").read_bytes())
+    rows = [
+        talk("Red.", "<image>?", images=["good.png"]),
+        talk("Red.", "<image>?", images=["copy.png"]),
+        talk("Blue.", "<image>?", images=["copy.png"]),
+        talk("Red.", [{"type": "image", "image": "good.png"}, {"type": "text", "text": "?"}]),
+        talk("Red.", "?<image>", images=["good.png"]),
+        talk("Blue.", "?"),
+    ]
+    path, _ = write(folder / "rows.jsonl", *rows)
+    found = [(line, code) for _, line, code in told(check_report(check(path, "chat")))]
+    assert found == [(2, "duplicate_row"), (3, "contradicting_row"), (4, "duplicate_row")]
+
+
+def test_a_negative_with_the_content_of_the_positive(folder, check):
+    (folder / "copy.png").write_bytes((folder / "good.png").read_bytes())
+    draw(folder / "other.png", 84, 56, seed=9)
+    rows = [
+        group(positive={"image": "good.png"}, negatives=[{"image": "other.png"}, {"image": "copy.png"}]),
+        group(
+            "b", positive=["x", {"text": "y", "image": "good.png"}], negatives=["z", {"text": "y", "image": "copy.png"}]
+        ),
+        group("c", positive={"text": "y", "image": "good.png"}, negatives=[{"text": "n", "image": "copy.png"}, "y"]),
+    ]
+    path, _ = write(folder / "rows.jsonl", *rows)
+    report = check_report(check(path, "rerank"))
+    assert [(line, code) for _, line, code in told(report)] == [(n, "negative_equals_positive") for n in (1, 2)]
+    assert "document d2" in report["findings"][0]["message"] and "document d3" in report["findings"][1]["message"]
+
+
+def test_what_files_share_is_named_in_the_checked_one(folder, check):
+    """By query, by text of a positive, by picture; not what only negatives share, nor what one file repeats itself."""
+    (folder / "copy.png").write_bytes((folder / "good.png").read_bytes())
+    draw(folder / "other.png", 84, 56, seed=9)
+    held, _ = write(
+        folder / "eval.jsonl",
+        group("A  RED hat", positive="e1", negatives=["shared negative", {"image": "other.png"}]),
+        group("unlike", positive="Hat, Blue", negatives=["e2"]),
+        group("unlike too", positive={"image": "copy.png"}, negatives=["e3"]),
+    )
+    path, _ = write(
+        folder / "train.jsonl",
+        group("a red hat", positive="t1", negatives=["shared negative", {"image": "other.png"}]),
+        group("t2", positive="t2", negatives=["hat, blue"]),
+        group("t3", positive="hat, blue", negatives=["t3"]),
+        group({"text": "t4", "image": "good.png"}, positive="t4"),
+        group({"text": "a red hat", "image": "other.png"}, positive="t5"),
+    )
+    wanted = [(1, "leaked_query"), (3, "leaked_text"), (4, "leaked_picture")]
+    report = check_report(check(path, "rerank", f"data.eval={json.dumps(str(held))}"))
+    assert told(report) == [("train.jsonl", line, code) for line, code in wanted]
+    assert [f["message"].rsplit("/", 1)[1] for f in report["findings"]] == [f"eval.jsonl:{n}" for n in (1, 2, 3)]
+    assert report["rows"] == 5  # of the checked file alone
+    both = check_report(check([path, held], "rerank"))  # named together, the later file's rows are said
+    assert both["rows"] == 8 and {(f[0], f[2]) for f in told(both)} == {("eval.jsonl", code) for _, code in wanted}
+
+
+def test_histograms_count_what_is_usable(folder, check):
+    path, _ = write(
+        folder / "rows.jsonl",
+        talk("Red.", "<image>?", images=["good.png"]),
+        talk(user="<image><image>", images=["good.png", "good.png"]),
+        talk(),
+        b"{",
+    )
+    report = check_report(check(path, "chat"))
+    assert report["histograms"]["modalities"] == {"1 picture": 1, "2 to 4 pictures": 1, "text": 1}
+    assert sum(report["histograms"]["tokens"].values()) == report["usable"] == 3
+    assert report["histograms"]["picture sides"].keys() == {"128"}  # the root of 84 x 56 is 68
+    mixed = group(query={"image": "good.png"}, positive={"text": "a", "image": "good.png"}, negatives=["b"])
+    path, _ = write(folder / "groups.jsonl", mixed)
+    bins = check_report(check(path, "rerank"))["histograms"]["modalities"]
+    assert bins == {"picture -> picture+text | text": 1}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_chunks_and_workers_change_nothing(workers, folder, check):
+    """More rows than a chunk: repeats and contradictions are found across chunks, whoever scanned them."""
+    rows = [group(f"q{i}", positive={"image": "good.png"}) for i in range(600)]
+    rows[590] = rows[3]
+    rows[400] = b"{"
+    path, _ = write(folder / "rows.jsonl", *rows)
+    report = check_report(check(path, "rerank", f"data.workers={workers}"))
+    assert told(report) == [("rows.jsonl", 401, "not_json"), ("rows.jsonl", 591, "duplicate_row")]
+    assert report["usable"] == 599 and sum(report["histograms"]["tokens"].values()) == 599
+
+
+def test_facts_take_a_bounded_number_of_bytes_a_row(folder, check):
+    """No text and no object is kept: rows ten times as long take as many bytes."""
+    sizes = []
+    for words in (1, 60):
+        rows = [group(f"q{i} " + "word " * words, positive="a " * words) for i in range(40)]
+        (checked,) = check(write(folder / f"{words}.jsonl", *rows)[0], "rerank")
+        sizes.append(checked.facts.nbytes)
+    assert sizes[0] == sizes[1] < 40 * 120
+
+
+# ---- the report
+
+
+def test_the_page_shows_the_worst_rows_and_loads_nothing(folder, check, tmp_path):
+    hard = '<script>alert("x")</script> | ``` &'
+    rows = [group(hard, positive={"image": "good.png"}), group("b", positive={"image": "cut.png"}), b"{", group()]
+    path, _ = write(folder / "rows.jsonl", *rows)
+    files = check(path, "rerank")
+    written = write_report(files, check_report(files), check_out(str(tmp_path / "report")))
+    assert [p.name for p in written] == ["report.html", "report.md"]
+    page, text = (p.read_text(encoding="utf-8") for p in written)
+    seen = Page()
+    seen.feed(page)
+    assert not seen.loads and "script" not in seen.tags
+    thumbnails = [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in seen.pictures]
+    assert thumbnails and all(max(t.size) <= 128 for t in thumbnails)
+    assert any(t.size == (84, 56) for t in thumbnails)
+    for shown in (page, text):
+        assert all(
+            word in shown for word in ("rows.jsonl:2", "unreadable_media", "cut off", "rows.jsonl:3", "not_json")
+        )
+    assert "../data/good.png" in text
+    with pytest.raises(UsageError, match="exists"):
+        check_out(str(tmp_path / "report"))
+    with pytest.raises(UsageError, match="exists"):
+        check_out(str(tmp_path / "report" / "report.md"))
+
+
+class Page(HTMLParser):
+    """What a page shows, and what it would load."""
+
+    def __init__(self):
+        super().__init__()
+        self.tags, self.pictures, self.loads = set(), [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        for name, value in attributes:
+            if name in ("src", "href", "srcset", "data") and value:
+                (self.pictures if value.startswith("data:image/") else self.loads).append(value)
+
+
 # ---- the program
 
 
@@ -213,5 +405,7 @@ def test_the_program_answers_in_json_and_by_status(folder):
     assert all(f.keys() >= {"file", "line", "severity", "code", "message"} for f in report["findings"])
     assert report["tokens"] > 0 and report["pixels"] == 0
     assert len(read_rows(out)) == 1
-    clean = run_litchi(folder, "data", "check", str(out), "--task", "rerank")
+    words = ("--task", "rerank", "--against", str(path), "--report", str(folder / "page.html"))
+    clean = run_litchi(folder, "data", "check", str(out), "data.max_length=500", *words)
     assert clean.status == 0 and "1 of 1 rows usable" in clean.out
+    assert "clean.jsonl:1: warning: leaked_query" in clean.out and (folder / "page.html").exists()

@@ -57,10 +57,10 @@ def train_until(step, monkeypatch, ranks, out, *words):
     """Train, and end without a word in the middle of a step."""
     real = loop.train_step
 
-    def cut(trainer, now, *rest):
+    def cut(trainer, now, *rest, **how):
         if now == step:
             raise Cut
-        return real(trainer, now, *rest)
+        return real(trainer, now, *rest, **how)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", cut)

@@ -375,14 +375,8 @@ def test_what_only_training_needs():
 
 REFUSED = {  # a use of every key of LATER, and what may be used instead
     "parallel.pp_schedule": ("zero_bubble", "use 1f1b or gpipe"),
-    "model.attention": ("flash", "leave it at auto"),
-    "train.hang_s": ("60.0", "leave it at 600.0"),
     "model.quantize": ("int8", "use none or nf4"),
-    "train.on_nonfinite": ("rollback", "use skip or stop"),
     "optim.name": ("adamw8bit", "use adamw or sgd"),
-    "data.video.fps": ("1.0", "leave it at 2.0"),
-    "data.video.max_frames": ("8", "leave it at 768"),
-    "data.video.pixels": ("100", "leave it at null"),
     "data.video.segment_s": ("300", "leave it at null"),
     "trainable.lora.variant": ("dora", "use lora or rslora"),
     "track": ("[tensorboard, wandb]", "use tensorboard"),

@@ -13,7 +13,8 @@ from litchi.batch import loader
 from litchi.errors import UserError
 from litchi.evaluate.trec import measure_files
 from litchi.train.checkpoint import list_checkpoints
-from litchi.train.measure import export_target, measure_one, measure_target, write_lines
+from litchi.train.export_target import export_target
+from litchi.train.measure import measure_one, measure_target, write_lines
 
 PIXELS = ("data.pixels.min=6272", "data.pixels.max=12544")
 CLOSE = {"abs": 1e-5}

@@ -249,6 +249,18 @@ def test_a_fresh_adapter_changes_no_byte_and_is_refused(bases, ranks, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_an_adapter_that_is_lost_in_rounding_is_refused(bases, ranks, tmp_path):
+    """B is not zero, and yet the merged weights are the base's in the type that is written."""
+    owner = built(bases["old names"], ranks, "trainable.language=lora")
+    with torch.no_grad():
+        for name, parameter in owner.hf.named_parameters():
+            if ".lora_B." in name:
+                parameter.fill_(1e-12)
+    with pytest.raises(UserError, match="lost when the merged weights are rounded to bfloat16"):
+        export_model(owner, bases["old names"], tmp_path / "out", ranks, FACTS, dtype=torch.bfloat16)
+    assert not list(tmp_path.iterdir())
+
+
 def test_full_parts_beside_lora_give_no_adapter(bases, ranks, tmp_path):
     """An adapter folder could not hold them, and would compute something else."""
     owner = built(bases["old names"], ranks, "trainable.merger=full")

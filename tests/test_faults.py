@@ -488,7 +488,7 @@ def test_two_runs_on_one_folder(room, ranks, words):
 
 
 def test_a_decision_is_taken_once_and_carried(tmp_path, ranks):
-    journal = Journal.resume(tmp_path, ranks, step=0, carried=[])
+    journal = Journal.resume(tmp_path, ranks, step=None, carried=[])
     journal.note("start", step=1)
     first = journal.decide("micro_batch_tokens", step=3, tokens=512)
     assert journal.decide("micro_batch_tokens", step=3, tokens=999) == first, "asked again, it is not decided again"
@@ -498,7 +498,7 @@ def test_a_decision_is_taken_once_and_carried(tmp_path, ranks):
     again = Journal.resume(tmp_path, ranks, step=4, carried=carried)
     assert again.entries == [*carried, later] == read_rows(tmp_path / "events.jsonl")
     assert again.holding("micro_batch_tokens", 2) is None and again.holding("micro_batch_tokens", 9) == first
-    assert Journal.resume(tmp_path, ranks, step=0, carried=[]).entries == []
+    assert Journal.resume(tmp_path, ranks, step=None, carried=[]).entries == []
 
 
 def test_what_auto_stood_for_is_kept(begun, room, ranks, words):

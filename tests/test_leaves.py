@@ -13,7 +13,7 @@ from test_attention import forests
 from litchi.model.attention import PieceAttention
 from litchi.model.build import build_model, builtin_folder, load_model
 from litchi.model.forward import LitchiModel
-from litchi.model.leaves import GatedMLP, Leaves, RMSNorm, folds_stills, leaves_out_rows
+from litchi.model.leaves import GatedMLP, GateDown, Leaves, RMSNorm, folds_stills, leaves_out_rows, liger_gate
 from litchi.model.spans import Piece, Pieces, row_pieces, span_pieces
 from litchi.model.token_loss import TokenLoss, repeated_token_loss
 from litchi.model.vision import normalise_patches
@@ -250,3 +250,37 @@ def test_no_tensor_of_the_size_of_all_logits_is_made():
 def test_a_model_on_meta_has_its_leaves_before_its_weights():
     loaded = build_model(builtin_folder(), dtype=torch.float32)
     assert next(loaded.hf.parameters()).is_meta and folds_stills(loaded.hf.model.visual)
+
+
+@pytest.mark.needs_gpu
+def test_the_gate_on_a_gpu():
+    """Needs a GPU: silu(gate) * up and its gradients by the kernels taken there (liger-kernel's where it is
+    installed) against the plain formula in fp32 on the CPU."""
+    draw = torch.Generator().manual_seed(0)
+    gate, up, grad = (torch.randn(37, 2048, generator=draw) for _ in range(3))
+    found = []
+    for device, combine in (("cpu", lambda a, b: torch.nn.functional.silu(a) * b), ("cuda", liger_gate().apply)):
+        a, b = (t.to(device).requires_grad_() for t in (gate, up))
+        out = combine(a, b)
+        out.backward(grad.to(device))
+        found.append([t.detach().cpu() for t in (out, a.grad, b.grad)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        assert one.abs().sum() > 0
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_gate_with_the_layer_behind_it(bias):
+    """Value and gradients of down(silu(gate) * up), with frozen weights too, against autograd's own of the formula."""
+    draw = torch.Generator().manual_seed(0)
+    gate, up, weight, shift = (
+        torch.randn(*s, generator=draw, dtype=torch.double) for s in ((5, 7), (5, 7), (3, 7), (3,))
+    )
+    shift = shift if bias else None
+    given = [t.requires_grad_() for t in (gate, up, weight, shift) if t is not None]
+    assert torch.autograd.gradcheck(lambda *t: GateDown.apply(*t, *[None] * (4 - len(t))), given)
+    plain = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, weight, shift)
+    torch.testing.assert_close(GateDown.apply(gate, up, weight, shift), plain)
+    weight.requires_grad_(False)
+    of_gate = torch.autograd.grad(GateDown.apply(gate, up, weight, shift).square().sum(), gate)[0]
+    torch.testing.assert_close(of_gate, torch.autograd.grad(plain.square().sum(), gate)[0])

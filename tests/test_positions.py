@@ -49,6 +49,30 @@ def test_text_behind_several_frames_follows_the_largest_position():
     assert (forest_positions([(0, 12, -1)], {1: (5, 2, 4)}, 2) == columns(0, *frames, 6)).all()
 
 
+def test_time_of_a_video_by_hand():
+    """Three frames of the grid of 1 x 2 tokens, 1.5 s apart, at 2 positions a second: 3, 6, 9 behind three tokens; the
+    text goes on at 10, though the video is only two tokens wide."""
+    frames = [(3 + 3 * t, 3, 3 + w) for t in range(3) for w in range(2)]
+    found = forest_positions([(0, 10, -1)], {3: (3, 2, 4)}, 2, {3: 1.5 * 2})
+    assert (found == columns(0, 1, 2, *frames, 10)).all()
+
+
+def test_time_is_rounded_down():
+    """0.7 positions a frame: 0, 0.7, 1.4, 2.1 -> 0, 0, 1, 2; a tall video's text follows its height."""
+    frames = [(t, h, 0) for t in (0, 0, 1, 2) for h in range(5)]
+    assert (forest_positions([(0, 21, -1)], {0: (4, 10, 2)}, 2, {0: 0.7}) == columns(*frames, 5)).all()
+    tenths = forest_positions([(0, 11, -1)], {0: (11, 2, 2)}, 2, {0: 0.1})
+    assert tenths[0].tolist() == [0] * 10 + [1]  # ten times 0.1 s is a second
+
+
+def test_a_minute_in_a_prefix():
+    """30 frames of the grid 2 s apart at 4 positions a second: the last at 1 + 29 * 8; both children go on behind."""
+    spans = [(0, 31, -1), (31, 33, 0), (33, 34, 0)]
+    found = forest_positions(spans, {1: (30, 2, 2)}, 2, {1: 2.0 * 4})
+    assert found[0, 1:31].tolist() == [1 + 8 * k for k in range(30)]
+    assert (found[:, 31:] == [234, 235, 234]).all()
+
+
 @pytest.mark.parametrize("pictures", [0, 1, 3])
 def test_positions_of_pictures_equal_transformers(pictures, processor, hf_model, tmp_path):
     sizes = [(84, 140), (196, 112), (56, 56)][:pictures]

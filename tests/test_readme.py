@@ -1,4 +1,5 @@
-"""Every `litchi` command of the README runs, in its order, on the packaged model and a few rows."""
+"""Every `litchi` command of the README runs, in its order, on the packaged model and a few rows; its request is
+answered as it says."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import runs
+import serving
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
@@ -18,7 +20,7 @@ COMMANDS = [
     shlex.split(line, comments=True)
     for block in BLOCKS
     for line in block.splitlines()
-    if line.startswith(("litchi ", "torchrun "))
+    if line.startswith(("litchi ", "torchrun ")) and not line.startswith("litchi serve")  # which does not end
 ]
 
 
@@ -59,3 +61,16 @@ def prepare_rows(folder: Path, task: str) -> None:
             for n in range(3)
         ]
         (folder / "qrels.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def test_the_request_of_the_readme_is_answered_as_it_says(tmp_path):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    serve = shlex.split(re.search(r"^litchi (serve .*)$", text, re.M).group(1))
+    command = shlex.split(re.search(r"^curl .*$", text, re.M).group())
+    said = json.loads(re.search(r"^\{\"id\": \"rerank.*$", text, re.M).group())
+    assert serve[-2:] == ["--port", "8000"] and command[1].startswith("http://127.0.0.1:8000/")
+    with serving.serving(tmp_path, *serve[1:-2]) as server:
+        found = serving.send(server, command[1].removeprefix("http://127.0.0.1:8000"), command[-1].encode()).json()
+    assert found.keys() == said.keys() and found["usage"] == said["usage"]
+    for ours, theirs in zip(found["results"], said["results"], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)

@@ -176,8 +176,13 @@ def test_interleaved_pictures_stand_where_they_were_put(renderer, pictures):
     assert (example.ids == pad).sum() == sum(counts)
 
 
-def test_a_video_is_refused_by_name(renderer):
-    with pytest.raises(RowError) as error:
-        parts = [{"type": "video", "video": "/film.mp4"}]
-        render(renderer, chat(renderer, ("user", parts), ("assistant", "x")))
-    assert error.value.code == "video_unsupported" and "film.mp4" in str(error.value)
+def test_a_video_stands_as_its_own_tokens(renderer):
+    """Three frames of the grid of 2 x 1 tokens, placed without opening the file."""
+    turns = ("user", [{"type": "video", "video": "/film.mp4", "fps": 1}, {"type": "text", "text": "?"}])
+    example = renderer.render(chat(renderer, turns, ("assistant", "x")), lambda media: (3, 4, 2, 1.5))
+    start, pad, end = (
+        renderer.processor.control(f"<|{name}|>") for name in ("vision_start", "video_pad", "vision_end")
+    )
+    (place,) = example.media_at
+    assert example.ids[place[1] - 1 : place[1] + 7].tolist() == [start, *[pad] * 6, end]
+    assert example.media[0].step_s == 1.5 and example.media[0].grid == (3, 4, 2)

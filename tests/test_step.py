@@ -18,6 +18,7 @@ from litchi.model.build import builtin_folder, load_model
 from litchi.model.forward import LitchiModel
 from litchi.parallel.apply import Wrapped
 from litchi.parallel.mesh import Layout
+from litchi.train.nonfinite import Fault
 from litchi.train.step import Trainer, gradient_square, train_step
 
 WORDS = (1, 40, 7, 2, 25, 3, 11)  # of each row's answer
@@ -63,14 +64,14 @@ def expected(examples, hf_model):
 def make(ranks):
     """A trainer on a fresh model; SGD with rate 1, so that an update is the gradient."""
 
-    def build(clip=None, on_nonfinite="skip", kind=torch.optim.SGD):
+    def build(clip=None, kind=torch.optim.SGD, scaler=None):
         loaded = load_model(builtin_folder(), dtype=torch.float32)
         loaded.hf.requires_grad_(True)
         owner = LitchiModel(loaded.hf, loaded.family, loaded.processor.vision)
         optimizer = kind(owner.parameters(), lr=1.0)
         for group in optimizer.param_groups:
             group["full_lr"] = 1.0
-        return Trainer(Wrapped(owner, owner, Layout(), 0, "fp32"), optimizer, ranks, clip, on_nonfinite)
+        return Trainer(Wrapped(owner, owner, Layout(), 0, "fp32"), optimizer, ranks, clip, scaler)
 
     return build
 
@@ -168,9 +169,9 @@ def test_a_step_that_is_not_finite_is_left_out(make, renderer, examples, kind):
     assert not after.skipped and all(moved.any() for n, moved in fell.items() if "language_model.layers" in n)
 
 
-def test_on_nonfinite_stop_names_the_samples(make, renderer, examples):
+def test_a_fault_names_the_samples_and_the_first_module(make, renderer, examples):
     """Those of the micro-batch whose loss it is: here only one has the word with an infinite embedding."""
-    trainer = make(on_nonfinite="stop")
+    trainer = make()
     odd = render(renderer, sample(renderer, {"id": "odd one", "messages": [
         {"role": "user", "content": "zebra"}, {"role": "assistant", "content": "yes"}]}, 9))  # fmt: skip
     word = next(iter(set(odd.ids.tolist()) - {i for e in examples for i in e.ids.tolist()}))
@@ -179,9 +180,65 @@ def test_on_nonfinite_stop_names_the_samples(make, renderer, examples):
         head = trainer.wrapped.owner.hf.lm_head
         head.weight = torch.nn.Parameter(head.weight.detach().nan_to_num())  # untied, so that others stay finite
     batches = [*split(renderer, examples, [4, 3]), pack(renderer, [odd])]
-    with pytest.raises(UserError, match="step 3 is not finite") as caught:
-        take(trainer, batches, step=3)
-    assert "odd one" in caught.value.line() and "row 1" not in caught.value.line()
+    take(trainer, batches, step=3)
+    assert trainer.left_out == "not finite"
+    assert trainer.fault == Fault("loss", "hf.model.language_model.embed_tokens", ("odd one",))
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_fault_of_a_gradient_names_the_parameter_nearest_to_the_loss(make, renderer, examples, layer):
+    trainer = make()
+    norm = trainer.wrapped.owner.hf.model.language_model.layers[layer].post_attention_layernorm
+    norm.register_full_backward_hook(lambda module, given, out: (given[0] * float("nan"),))
+    result, _ = take(trainer, split(renderer, examples, [4, 3]))
+    assert math.isfinite(result.loss) and not math.isfinite(result.grad_norm) and result.skipped
+    fault = trainer.fault
+    assert fault.kind == "gradient" and f"layers.{layer}." in fault.where, fault
+    assert fault.samples == tuple(e.id for e in examples)
+
+
+def test_the_search_repeats_what_was_dropped_and_moves_nothing(make, renderer, examples):
+    """The micro-batch is run again with the dropout it had: a fault that only its mask makes is found."""
+    trainer = make()
+    layers = trainer.wrapped.owner.hf.model.language_model.layers
+    masks = []
+
+    def drop(module, given, out):
+        mask = torch.rand(()).item()
+        masks.append(mask)
+        return out * (float("inf") if len(masks) in (2, 3) else 1.0)  # the second micro-batch, and it again
+
+    layers[1].mlp.register_forward_hook(drop)
+    torch.manual_seed(3)
+    expected = [torch.rand(()).item() for _ in range(2)]
+    torch.manual_seed(3)
+    take(trainer, split(renderer, examples, [4, 3]))
+    assert masks[:2] == expected and masks[2] == masks[1], "masks of two micro-batches, and the second's again"
+    assert torch.rand(()).item() not in masks
+    assert trainer.fault.samples == tuple(e.id for e in examples[4:])
+    assert trainer.fault.where == "hf.model.language_model.layers.1.mlp"
+
+
+def test_an_overflow_of_fp16_only_lowers_the_scale(make, renderer, examples):
+    """Until the scale is 1: then the numbers are to blame."""
+    trainer = make(scaler=torch.amp.GradScaler("cpu", init_scale=2.0))
+    norm = trainer.wrapped.owner.hf.model.language_model.norm
+    norm.register_full_backward_hook(lambda module, given, out: (given[0] * float("inf"),))
+    first, fell = take(trainer, split(renderer, examples, [4, 3]))
+    assert first.skipped and trainer.left_out == "fp16 overflow" and trainer.fault is None
+    assert trainer.scaler.get_scale() == 1.0 and not any(moved.any() for moved in fell.values())
+    take(trainer, split(renderer, examples, [4, 3]), step=2)
+    assert trainer.left_out == "not finite" and trainer.fault.kind == "gradient"
+
+
+def test_a_step_that_is_left_out_is_computed_and_changes_nothing(make, renderer, examples):
+    trainer = make()
+    before = weights(trainer)
+    left = train_step(trainer, 4, split(renderer, examples, [4, 3]), 1.0, leave_out=True)
+    assert left.skipped and trainer.left_out == "rolled back" and left.grad_norm > 0.1
+    assert all(torch.equal(before[n], w) for n, w in weights(trainer).items())
+    taken, fell = take(trainer, split(renderer, examples, [4, 3]), step=4)
+    assert taken.loss == left.loss and not taken.skipped and any(moved.any() for moved in fell.values())
 
 
 def test_a_tensor_without_a_gradient_is_an_error_that_names_it(make, renderer, examples):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -76,6 +77,8 @@ def start_ranks(timeout_s: float = 3600.0) -> Ranks:
     rank, world, local = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     device = pick_device(local)
     if device.type == "cuda":
+        if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:  # the second is the old name
+            os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # read at the first use of the GPU
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -83,10 +86,34 @@ def start_ranks(timeout_s: float = 3600.0) -> Ranks:
         if world == 1:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
         else:
-            dist.init_process_group(backend, rank=rank, world_size=world, timeout=wait)
+            with explain_port(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")):
+                store = _meet(rank, world, wait)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=wait)
     if device.type == "cpu" and world >= (os.cpu_count() or 1):
         torch.set_num_threads(1)  # two threads per rank on as many cores ran 30x slower than one
     return Ranks(dist.get_rank(), dist.get_world_size(), local, device)
+
+
+def _meet(rank: int, world: int, wait: timedelta) -> dist.Store:
+    """Where ranks meet. torchrun starts them again at the same store, which still has the addresses of those before."""
+    store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=wait))
+    alone = os.environ.get("LOCAL_WORLD_SIZE") == str(world)  # agents of several machines count apart
+    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0", store)
+
+
+@contextmanager
+def explain_port(host: object, port: object) -> Iterator[None]:
+    """Name the place when the port where ranks are to meet is taken. Raises MachineError."""
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise MachineError(
+            f"ranks cannot meet at {host}:{port}",
+            why="another process listens there",
+            remedy="Choose another MASTER_PORT, or give none to litchi train --procs, which finds a free one",
+        ) from None
 
 
 def stop_ranks() -> None:

@@ -1,6 +1,6 @@
 """What Litchi says to its user when it cannot go on: one line, and the exit status that belongs to it.
 
-`error: what (where): why. remedy` is the only form; `cli.py` prints it and exits with `status`.
+`error: what (where): why. remedy` is the only form; `cli/` prints it and exits with `status`.
 Errors of ours that a user can do nothing about stay plain exceptions and `assert`s.
 """
 
@@ -62,3 +62,13 @@ class StoppedError(UserError):
     """Stopped by a signal; the same command resumes."""
 
     status = 75
+
+
+class RestartError(UserError):
+    """Starting the ranks again from the last checkpoint may help: a peer is lost, one hangs, memory ran out.
+
+    `litchi train --procs` does so when a rank ends with this status, which no user sees: where nobody does, it becomes
+    that of a MachineError.
+    """
+
+    status = 76

@@ -33,7 +33,11 @@ class Source:
 
 @dataclass(frozen=True)
 class Media:
-    """A picture or a video: an absolute path, or the bytes themselves. Exactly one of `path` and `data` is set."""
+    """A picture or a video: an absolute path, or the bytes themselves. Exactly one of `path`, `data`, `frames` is set.
+
+    A video also as the paths of its `frames`, and as the part of it from `start_s` to `end_s`; `fps` or `nframes` of
+    its frames are taken, as the settings say where neither is set. Of frames without time stamps `fps` is the rate.
+    """
 
     kind: Literal["image", "video"]
     path: str | None = None
@@ -41,16 +45,26 @@ class Media:
     start_s: float | None = None
     end_s: float | None = None
     fps: float | None = None
+    nframes: int | None = None
+    frames: tuple[str, ...] = ()
 
     @cached_property
     def key(self) -> str:
         """Identity: two media with the same key are the same picture and are encoded once."""
-        name = self.path if self.path is not None else "sha256:" + hashlib.sha256(self.data or b"").hexdigest()
-        return name if self.kind == "image" else f"{self.kind}:{name}#{self.start_s}-{self.end_s}@{self.fps}"
+        listed = "\0".join(self.frames).encode(errors="surrogateescape")
+        name = self.path if self.path is not None else "sha256:" + hashlib.sha256(self.data or listed).hexdigest()
+        return name if self.kind == "image" else f"{self.kind}:{name}#{self.cut}"
+
+    @property
+    def cut(self) -> str:
+        """Which frames of a video are meant."""
+        return f"{self.start_s}-{self.end_s}@{self.fps}x{self.nframes}"
 
     @property
     def name(self) -> str:
         """What messages call it."""
+        if self.frames:
+            return f"{len(self.frames)} frames from {self.frames[0]} on"
         return self.path if self.path is not None else f"<{len(self.data or b'')} bytes of {self.kind}>"
 
 
@@ -120,6 +134,23 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class VideoSpec:
+    """How frames are taken from videos and how large they are; by default as the family's reader does.
+
+    `min_pixels` and `max_pixels` are of a frame, `total_pixels` of all frames, two that make one patch in time counted
+    once. `per_second`: positions in time per second; None: frames of the grid are counted.
+    """
+
+    fps: float = 2.0
+    min_frames: int = 4
+    max_frames: int = 768
+    min_pixels: int = 128 * 28 * 28
+    max_pixels: int = 768 * 28 * 28
+    total_pixels: int = 90_316_800  # nine tenths of 128,000 tokens
+    per_second: float | None = None
+
+
+@dataclass(frozen=True)
 class VisionSpec:
     """How the family cuts pictures into tokens; read from the model's config and processor.
 
@@ -135,6 +166,7 @@ class VisionSpec:
     max_pixels: int
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
+    video: VideoSpec = VideoSpec()
 
     @property
     def factor(self) -> int:
@@ -144,10 +176,11 @@ class VisionSpec:
 
 @dataclass(frozen=True)
 class PlacedMedia:
-    """A picture in an example: its grid (frames, rows, columns) in patches."""
+    """A picture in an example: its grid (frames, rows, columns) in patches, and a video's seconds per frame of it."""
 
     media: Media
     grid: tuple[int, int, int]
+    step_s: float = 0.0
 
     def tokens(self, merge: int) -> int:
         t, h, w = self.grid
@@ -210,7 +243,9 @@ class Batch:
     ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [3, T]: time, height, width of M-RoPE
     spans: tuple[tuple[int, int, int], ...]  # (start, end, parent)
-    pixels: Tensor  # uint8 [P, 3 * patch * patch], patches in merge order; of the pictures this rank encodes
+    # of the pictures this rank encodes, patches in merge order: uint8 [P, 3 * patch^2], with a video among them
+    # [P, 3 * temporal * patch^2] for all
+    pixels: Tensor
     grids: tuple[tuple[int, int, int], ...]  # [M]
     image_at: Tensor  # int64 [K]: token of the k-th picture token in the stream
     image_from: Tensor  # int64 [K]: row of the feature that belongs there, in 0..N-1

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from litchi.batch.positions import forest_positions
-from litchi.data.processor import END_OF_TEXT, IMAGE_PAD, Processor
+from litchi.data.processor import END_OF_TEXT, IMAGE_PAD, VIDEO_PAD, Processor
 from litchi.types import IGNORE, Batch, Example
 
 CountUnits = Callable[[torch.Tensor, Sequence[tuple[int, int]]], int]
@@ -28,7 +28,8 @@ def collate(
 
     Args:
         examples: at least none; without one the batch is the empty batch of one ignored token.
-        patches: media key -> uint8 [patches, 3 * patch * patch]; without the pictures other ranks encode.
+        patches: media key -> uint8 [patches, 3 * patch^2], of a video [patches, 3 * temporal * patch^2]; without the
+            pictures other ranks encode.
         processor: for the merge size and token ids.
         count_units: (targets, groups) -> what the loss is divided by; counts targets when left out.
 
@@ -37,10 +38,11 @@ def collate(
     """
     if not examples:
         return _empty_batch(processor)
-    merge = processor.vision.merge
+    merge, per_second = processor.vision.merge, processor.vision.video.per_second
     features, grids, pixels = _place_pictures(examples, patches, merge)
     spans: list[tuple[int, int, int]] = []
     runs: dict[int, tuple[int, int, int]] = {}
+    steps: dict[int, float] = {}
     image_at, image_from, rows, targets = [], [], [], []
     groups: list[tuple[int, int]] = []
     offset = scored = 0
@@ -51,6 +53,8 @@ def collate(
             media = example.media[number]
             first, count = features[media.media.key]
             runs[at + offset] = media.grid
+            if media.step_s and per_second:
+                steps[at + offset] = media.step_s * per_second
             image_at.append(np.arange(at + offset, at + offset + count))
             image_from.append(np.arange(first, first + count))
         new_rows, new_targets = _needed_rows(example)
@@ -62,11 +66,12 @@ def collate(
         offset += example.tokens
     ids = np.concatenate([e.ids for e in examples]).astype(np.int64)
     places = _joined(image_at)
-    assert (ids == processor.control(IMAGE_PAD)).sum() == len(places), "picture tokens and picture features differ"
+    pads = [processor.controls[pad] for pad in (IMAGE_PAD, VIDEO_PAD) if pad in processor.controls]
+    assert np.isin(ids, pads).sum() == len(places), "picture tokens and picture features differ"
     target = torch.from_numpy(np.concatenate(targets))
     return Batch(
         ids=torch.from_numpy(ids),
-        positions=torch.from_numpy(forest_positions(spans, runs, merge)),
+        positions=torch.from_numpy(forest_positions(spans, runs, merge, steps)),
         spans=tuple(spans),
         pixels=torch.from_numpy(pixels),
         grids=tuple(grids),
@@ -99,7 +104,20 @@ def _place_pictures(examples: Sequence[Example], patches: Mapping[str, np.ndarra
                 if media.media.key in patches:
                     pixels.append(patches[media.media.key])
                     assert len(pixels[-1]) == media.patches, f"{media.media.name}: patches and grid differ"
-    return features, grids, np.concatenate(pixels) if pixels else np.zeros((0, 0), np.uint8)
+    return features, grids, join_patches(pixels)
+
+
+def join_patches(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Patches of some pictures, one after the other: uint8 [P, 3 * patch^2]. With a video among them a patch has two
+    frames, and those of a picture are equal: [P, 3 * temporal * patch^2]. Without any [0, 0]."""
+    if not parts:
+        return np.zeros((0, 0), np.uint8)
+    width = max(part.shape[1] for part in parts)
+    wide = [
+        part if part.shape[1] == width else np.tile(part.reshape(len(part), 3, -1), width // part.shape[1])
+        for part in parts
+    ]
+    return np.concatenate([part.reshape(len(part), width) for part in wide])
 
 
 def _needed_rows(example: Example) -> tuple[np.ndarray, np.ndarray]:

@@ -17,14 +17,25 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from litchi.batch.rows import RowCost, fit_grid, name_picture, number_pictures, pictures_by_span, same_object
+from litchi.batch.rows import (
+    RowCost,
+    Size,
+    fit_grid,
+    name_picture,
+    number_pictures,
+    pictures_by_span,
+    same_object,
+    size_of,
+    with_step,
+)
 from litchi.data.jsonl import Lines, RowError, read_offsets
-from litchi.data.media import RULES, media_warnings
+from litchi.data.media import RULES, file_stamp, media_paths, media_warnings
+from litchi.data.orphans import end_with_parent
 from litchi.data.render import Renderer
-from litchi.data.verdicts import Verdict, cache_root, check_media
+from litchi.data.verdicts import PASSING, Verdict, cache_root, check_media
 from litchi.types import IGNORE, ChatSample, Example, Finding, Media, RerankSample, Sample, Source
 
-INDEX_VERSION = 3  # raise when a change alters what a scan finds
+INDEX_VERSION = 4  # raise when a change alters what a scan finds
 CHUNK_ROWS = 256  # rows a worker scans between two signs of progress
 EXCLUDED = {"no_answer", "nothing_to_learn", "too_long"}  # rows that are left out without being wrong
 
@@ -57,7 +68,7 @@ class SourceIndex:
 
     def is_unchanged(self, media: Media) -> bool:
         """Whether a picture is still the one that was scanned."""
-        return media.path is None or self.media.get(media.path) == _stamp(media.path)
+        return all(self.media.get(path) == file_stamp(path) for path in media_paths(media))
 
     def source(self, row: RowCost) -> Source:
         return Source(self.path, int(self.lines.numbers[row.line]))
@@ -131,8 +142,13 @@ def _scan_sample(number: int, sample: Sample, verdicts: dict[str, Verdict], rend
         for code, text in media_warnings(verdicts[media.key].header):
             findings.append(Finding(sample.source.file, sample.source.line, "warning", code, f"{media.name}: {text}"))
     spec = renderer.processor.vision
-    sizes = {m.key: (verdicts[m.key].header.width, verdicts[m.key].header.height) for m in sample_media(usable)}
-    example = renderer.render(usable, lambda media: fit_grid(sizes[media.key], spec))
+    sizes = {m.key: size_of(m, verdicts[m.key].header, spec) for m in sample_media(usable)}
+
+    def grid(media: Media):
+        size = sizes[media.key]
+        return with_step(fit_grid(size, spec), size, spec)
+
+    example = renderer.render(usable, grid)
     if isinstance(sample, RerankSample) and isinstance(usable, RerankSample):
         numbers = {d.id: n for n, d in enumerate(sample.documents)}
         return _group_cost(number, usable, numbers, example, sizes, rules, findings), findings
@@ -184,7 +200,7 @@ def _group_cost(
     sample: RerankSample,
     numbers: dict[str, int],
     example: Example,
-    sizes: dict[str, tuple[int, int]],
+    sizes: dict[str, Size],
     rules: ScanRules,
     findings: list,
 ) -> RowCost:
@@ -229,16 +245,7 @@ def _group_cost(
 
 
 def _media_stamps(media: Iterable[Media]) -> dict[str, tuple[int, int]]:
-    return {m.path: _stamp(m.path) for m in media if m.path is not None}
-
-
-def _stamp(path: str) -> tuple[int, int]:
-    """Size and time of a file; (-1, -1) where there is none, so that its appearance is a change too."""
-    try:
-        stat = os.stat(path)
-        return stat.st_size, stat.st_mtime_ns
-    except OSError:
-        return -1, -1
+    return {path: file_stamp(path) for m in media for path in media_paths(m)}
 
 
 # --------------------------------------------------------------------------------------------------------- index
@@ -280,7 +287,7 @@ def build_index(
     findings = sorted((f for s in shares for f in s[1]), key=lambda f: (f.line, f.severity, f.message))
     media = {k: v for s in shares for k, v in s[2].items()}
     index = SourceIndex(path, name, lines, tuple(costs), tuple(findings), media)
-    if rank == 0:
+    if rank == 0 and not any(finding.code in PASSING for finding in findings):
         _write_entry(entry, index)
     return index
 
@@ -308,7 +315,7 @@ def _map_chunks(lines, chunks, renderer, rules, workers):
         min(workers, len(chunks)),
         mp_context=get_context("fork"),
         initializer=_start_worker,
-        initargs=(lines, renderer, rules),
+        initargs=(os.getpid(), lines, renderer, rules),
     ) as pool:
         yield from pool.map(_scan_in_worker, chunks)
 
@@ -316,7 +323,8 @@ def _map_chunks(lines, chunks, renderer, rules, workers):
 _worker: dict[str, Any] = {}  # what every chunk of a scanning process needs; set once by its initializer
 
 
-def _start_worker(lines: Lines, renderer: Renderer, rules: ScanRules) -> None:
+def _start_worker(parent: int, lines: Lines, renderer: Renderer, rules: ScanRules) -> None:
+    end_with_parent(parent)
     _worker["args"] = (lines, renderer, rules)
 
 
@@ -332,7 +340,7 @@ def _index_key(path: str, renderer: Renderer, rules: ScanRules) -> str:
         RULES,
         path,
         os.path.abspath(path),
-        _stamp(path),
+        file_stamp(path),
         renderer.task,
         renderer.instruction,
         renderer.media_root,
@@ -352,7 +360,7 @@ def _read_entry(entry: Path) -> SourceIndex | None:
         index: SourceIndex = pickle.loads(entry.read_bytes())
     except (OSError, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ImportError):
         return None
-    return index if all(_stamp(path) == stamp for path, stamp in index.media.items()) else None
+    return index if all(file_stamp(path) == stamp for path, stamp in index.media.items()) else None
 
 
 def _write_entry(entry: Path, index: SourceIndex) -> None:

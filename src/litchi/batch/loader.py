@@ -5,11 +5,12 @@ The loader's whole state is one integer, the step it begins at; everything else 
 
 from __future__ import annotations
 
+import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,11 +24,12 @@ from litchi.batch.cutting import Cut, Cuts, Pick, PlannedStep, plan_picks
 from litchi.batch.encoders import NOBODY, Job, choose_jobs, encoded_steps
 from litchi.batch.index import SourceIndex, sample_media
 from litchi.batch.pictures import ALL, Share, find_features, list_pictures, load_patches, media_grid, naming
-from litchi.batch.rows import RowCost, name_picture
+from litchi.batch.rows import RowCost, name_picture, with_step
 from litchi.batch.schedule import EpochPlan
 from litchi.data.features import FeatureStore
-from litchi.data.render import Renderer
-from litchi.errors import DataError, UserError
+from litchi.data.orphans import end_with_parent
+from litchi.data.render import GridOf, Renderer
+from litchi.errors import DataError, RestartError, UserError
 from litchi.types import (
     Batch,
     ChatSample,
@@ -116,14 +118,14 @@ class Corpus:
                 return PlacedMedia(media, grid), where, renderer
         raise DataError(f"{cost.id} has other pictures than it was indexed with", where=where)
 
-    def _grids(self, source: SourceIndex, cost: RowCost, renderer: Renderer) -> Callable[[Media], Grid]:
+    def _grids(self, source: SourceIndex, cost: RowCost, renderer: Renderer) -> GridOf:
         """Media -> grid: as indexed while the file is unchanged, else from its header."""
-        known = dict(zip(cost.names, cost.grids, strict=False))
+        known = dict(zip(cost.names, zip(cost.grids, cost.sizes, strict=True), strict=True))
 
-        def grid(media: Media) -> Grid:
+        def grid(media: Media):
             indexed = known.get(name_picture(media.key))
             if indexed is not None and source.is_unchanged(media):
-                return indexed
+                return with_step(*indexed, renderer.processor.vision)
             return media_grid(media, renderer, self.spec)
 
         return grid
@@ -135,6 +137,7 @@ class StepPlan:
 
     Args:
         rank, ranks: of those that see different data; a rank behind them is a vision rank.
+        lowered: (step, tokens): from that step on a micro-batch has at most so many tokens, for memory ran out.
         costs: what is shared out evenly; by default tokens. From the second epoch on without pictures whose features
             are kept.
         least: micro-batches of a rank in a step at least.
@@ -156,6 +159,15 @@ class StepPlan:
     encoders: int = 0
     curriculum: Curriculum | None = None
     cuts: Cuts = "never"
+    lowered: tuple[tuple[int, int], ...] = ()
+
+    def limit(self, step: int) -> int:
+        """Tokens of a micro-batch of a step."""
+        return min(self.micro_batch_tokens, *(tokens for first, tokens in self.lowered if first <= step), 2**62)
+
+    def shares(self, step: int) -> list[list[list[Pick]]]:
+        """The micro-batches of all data ranks in a step."""
+        return _plan_step(self, step).picks
 
     def corpus_at(self, step: int) -> Corpus:
         """The corpus under the pixel budget of a step."""
@@ -198,7 +210,7 @@ def _plan_step(plan: StepPlan, step: int) -> PlannedStep:
         rows.append((row, cost, cost.chosen(plan.epochs.seed, epoch, plan.negatives)))
     kept = epoch > 0 and corpus.features is not None
     costs = plan.costs.without_pictures() if kept else plan.costs
-    return plan_picks(rows, costs, ranks=plan.ranks, limit=plan.micro_batch_tokens, least=plan.least, cuts=plan.cuts)
+    return plan_picks(rows, costs, ranks=plan.ranks, limit=plan.limit(step), least=plan.least, cuts=plan.cuts)
 
 
 @lru_cache(maxsize=16)
@@ -317,10 +329,24 @@ def iterate_jobs(
     return prepare_ahead(made, range(len(jobs)), min(workers, len(jobs)))
 
 
-def _ignore_signals(worker: int) -> None:
-    """A signal is for the rank, which ends its step and then its workers; a worker that dies first is an error."""
-    for number in (signal.SIGTERM, signal.SIGINT):
+def _begin_worker(rank: int, worker: int) -> None:
+    """A signal is for the rank, which ends its step and then its workers; a worker that dies first is an error. One
+    whose rank is killed ends too, whatever it is doing."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    end_with_parent(rank)
+
+
+def find_lost_worker(error: BaseException) -> RestartError | None:
+    """What torch says, from wherever the rank is, when a worker was ended; None: another error."""
+    text = str(error).partition("\n")[0]
+    if not (isinstance(error, RuntimeError) and text.startswith("DataLoader worker (pid")):
+        return None
+    return RestartError(
+        "a process that loads samples was ended",
+        why=text,
+        remedy="Mostly the system does that when memory runs out: lower data.workers",
+    )
 
 
 def _as_it_is(made: Any) -> Any:
@@ -337,7 +363,7 @@ def prepare_ahead(dataset: Dataset, keys: Iterable, workers: int) -> Iterator[An
         num_workers=workers,
         prefetch_factor=4 if workers else None,
         multiprocessing_context="fork" if workers else None,
-        worker_init_fn=_ignore_signals,
+        worker_init_fn=partial(_begin_worker, os.getpid()),
     )
     for batch in loader:
         if isinstance(batch, UserError):

@@ -13,9 +13,11 @@ import numpy as np
 from torch import Tensor
 
 from litchi.batch.balance import share_pictures
+from litchi.batch.rows import fit_grid, size_of, with_step
 from litchi.data.features import Entry, FeatureStore, PictureName, stamp_of
-from litchi.data.media import decode_image, grid_of, picture_patches, read_header
+from litchi.data.media import decode_image, picture_patches, read_header
 from litchi.data.render import Renderer
+from litchi.data.video import read_video_header, video_patches
 from litchi.errors import DataError
 from litchi.types import Example, Media, PlacedMedia, Source, VisionSpec
 
@@ -33,9 +35,12 @@ def naming(source: Source) -> Iterator[None]:
         raise DataError(error.what, where=error.where or source, why=error.why, remedy=error.remedy) from error
 
 
-def media_grid(media: Media, renderer: Renderer, spec: VisionSpec | None = None) -> tuple[int, int, int]:
-    """Grid of a picture from its header, under the renderer's pixel budget or another."""
-    return grid_of(read_header(media), spec or renderer.processor.vision)
+def media_grid(media: Media, renderer: Renderer, spec: VisionSpec | None = None):
+    """Grid of a picture or video from its header, under the renderer's budget or another: as `GridOf` gives it."""
+    spec = spec or renderer.processor.vision
+    header = read_header(media) if media.kind == "image" else read_video_header(media)
+    size = size_of(media, header, spec)
+    return with_step(fit_grid(size, spec), size, spec)
 
 
 def list_pictures(examples: Sequence[Example], share: Share = ALL) -> Brought:
@@ -126,7 +131,7 @@ def load_patches(
         spec: as in `media_grid`.
 
     Returns:
-        By key: uint8 [P, 3 * patch^2].
+        By key: uint8 [P, 3 * patch^2], of a video [P, 3 * temporal * patch^2].
 
     Raises:
         DataError: a picture cannot be read, or is not what it was; it names the row and the file.
@@ -165,15 +170,19 @@ def decode_pictures(
 ) -> dict[str, np.ndarray]:
     """Decode pictures but for those that are kept; as `load_patches`."""
     patches: dict[str, np.ndarray] = {}
+    spec = spec or renderer.processor.vision
     for placed, source in pictures:
         key = placed.media.key
         if key in kept.keys:
             continue
-        known = (key, stamp_of(placed.media), placed.grid, renderer.window, renderer.processor.vision.patch)
+        known = (key, stamp_of(placed.media), placed.grid, renderer.window, spec.patch, spec.video)
         if (found := recent.find(known)) is None:
             with naming(source):
-                rgb = decode_image(placed.media, window=renderer.window, data=kept.data.get(key))
-            found, grid = picture_patches(rgb, spec=spec or renderer.processor.vision)
+                if placed.media.kind == "video":
+                    found, grid = video_patches(placed.media, spec=spec)
+                else:
+                    rgb = decode_image(placed.media, window=renderer.window, data=kept.data.get(key))
+                    found, grid = picture_patches(rgb, spec=spec)
             if grid != placed.grid:
                 raise DataError(f"{placed.media.name} changed while the run was reading it", where=source)
             recent.add(known, found)

@@ -13,9 +13,12 @@ from typing import NamedTuple
 from litchi.batch.cost import Grid, Work, forest_pairs
 from litchi.batch.schedule import choose_negatives
 from litchi.data.media import Header, grid_of
-from litchi.types import Content, Example, VisionSpec
+from litchi.data.video import fit_video, step_of, video_size
+from litchi.types import Content, Example, Media, VisionSpec
 
-Size = tuple[int, int]  # width and height of a picture in its file, as it stands upright
+# width and height of a picture in its file, as it stands upright; of a video also how many frames are taken and the
+# seconds they stand for
+Size = tuple[int, int] | tuple[int, int, int, float]
 
 
 class RowCost(NamedTuple):  # half the memory of a dataclass, and read from the cache in a third of the time
@@ -83,7 +86,17 @@ class RowCost(NamedTuple):  # half the memory of a dataclass, and read from the 
 @lru_cache(maxsize=65_536)
 def fit_grid(size: Size, spec: VisionSpec) -> Grid:
     """Grid of a picture of this size; the same object for equal grids: an index has many pictures and few grids."""
-    return grid_of(Header(*size, frames=1), spec)
+    return grid_of(Header(*size, frames=1), spec) if len(size) == 2 else fit_video(size, spec)
+
+
+def size_of(media: Media, header: Header, spec: VisionSpec) -> Size:
+    """What the grid of a picture or video follows from."""
+    return (header.width, header.height) if media.kind == "image" else video_size(media, header, spec)
+
+
+def with_step(grid: Grid, size: Size, spec: VisionSpec) -> Grid | tuple[int, int, int, float]:
+    """The grid, of a video with the seconds from one of its frames to the next."""
+    return grid if len(size) == 2 else (*grid, step_of(size, spec))
 
 
 def _area(grid: Grid) -> int:

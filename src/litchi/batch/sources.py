@@ -18,7 +18,7 @@ from litchi.errors import DataError
 from litchi.types import Finding, VisionSpec
 
 if TYPE_CHECKING:
-    from litchi.config import Config, DataSource
+    from litchi.config import Config, Data, DataSource
 
 SHOWN = 20  # findings an error lists
 
@@ -31,11 +31,24 @@ def make_renderer(config: Config, processor: Processor, path: str) -> Renderer:
         processor.word(template.yes), processor.word(template.no)  # each must be one token
     return Renderer(
         task=config.task,
-        processor=processor.with_pixels(config.data.pixels.min, config.data.pixels.max),
+        processor=with_budget(processor, config.data),
         template=template,
         instruction=config.data.instruction,
         media_root=config.data.media_root or os.path.dirname(os.path.abspath(path)),
         window=config.data.window,
+    )
+
+
+def with_budget(processor: Processor, data: Data) -> Processor:
+    """The processor with the pixel budgets of pictures and videos that are set. Raises UsageError."""
+    video = data.video
+    return processor.with_pixels(data.pixels.min, data.pixels.max).with_video(
+        fps=video.fps,
+        min_frames=video.min_frames,
+        max_frames=video.max_frames,
+        min_pixels=video.frame_pixels.min,
+        max_pixels=video.frame_pixels.max,
+        total_pixels=video.pixels,
     )
 
 

@@ -326,6 +326,12 @@ def _watching_conflicts(train: Train, *, measured: bool) -> Iterator[_Problem]:
     if train.early_stop and not (train.best and train.eval_every):
         text = f"train.early_stop is {train.early_stop}: it needs train.best and train.eval_every"
         yield _Problem(text, ("train.early_stop", "train.best", "train.eval_every"))
+    if train.loss_spike and train.on_nonfinite != "rollback":
+        text = f"train.loss_spike is {show(train.loss_spike)}: it needs train.on_nonfinite=rollback"
+        yield _Problem(text, ("train.loss_spike", "train.on_nonfinite"))
+    if train.on_nonfinite == "rollback" and train.save == "weights":
+        text = "train.on_nonfinite is rollback: a checkpoint of train.save=weights has nothing to go back to"
+        yield _Problem(f"{text}. Use train.save=all", ("train.on_nonfinite", "train.save"))
 
 
 def _later(config: Config) -> Iterator[_Problem]:

@@ -22,12 +22,17 @@ class Pixels(Section):
 class Video(Section):
     """How a video is sampled."""
 
-    fps: Annotated[float, Gt(0)] = 2.0
-    """Frames taken per second."""
-    max_frames: Positive = 768
-    """Frames at most; a longer video is sampled more thinly."""
+    fps: Annotated[float, Gt(0)] | None = None
+    """Frames taken per second, where the row does not say `fps` or `nframes`; null: the model's own, 2."""
+    min_frames: Positive | None = None
+    """Frames at least, where the video has so many; null: the model's own, 4."""
+    max_frames: Positive | None = None
+    """Frames at most; a longer video is sampled more thinly. null: the model's own, 768."""
+    frame_pixels: Pixels = Pixels()
+    """The pixel budget of a frame."""
     pixels: Positive | None = None
-    """Pixels of all frames together at most; null: the model's own."""
+    """Pixels of all frames together at most, two that make one patch in time counted once; null: the model's own,
+    90,316,800. It lowers the budget of a frame, at the lowest to its least."""
     segment_s: Annotated[float, Gt(0)] | None = None
     """Length of a segment of a long video in seconds; null: not cut."""
 

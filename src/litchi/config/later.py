@@ -14,15 +14,9 @@ class Later(NamedTuple):
 
 LATER = {
     "parallel.pp_schedule": Later("several runs of layers on a stage", ("interleaved", "zero_bubble")),
-    "model.attention": Later("choosing the attention kernel"),
     "model.quantize": Later("training on weights in 8 bits", ("int8",)),
-    "train.hang_s": Later("noticing a hang"),
-    "train.on_nonfinite": Later("going back to a checkpoint", ("rollback",)),
     "optim.name": Later("an optimizer with its state in 8 bits", ("adamw8bit",)),
-    "data.video.fps": Later("video"),
-    "data.video.max_frames": Later("video"),
-    "data.video.pixels": Later("video"),
-    "data.video.segment_s": Later("video"),
+    "data.video.segment_s": Later("cutting a long video into samples"),
     "trainable.lora.variant": Later("DoRA", ("dora",)),
     "track": Later("a tracker other than tensorboard", ("trackio", "wandb", "mlflow")),
 }

@@ -1,4 +1,5 @@
-"""The settings there are: frozen sections, each setting with its line of text below it; more in data.py and train.py.
+"""The settings there are: frozen sections, each setting with its line of text below it; more in data.py,
+train.py and serve.py.
 
 `docs/settings.md` is made from these lines (words.py), the errors for wrong values from the types; what
 values mean together is checked where they are read (__init__.py). SAME_NUMBERS says which settings do not
@@ -18,6 +19,7 @@ from pydantic import BeforeValidator, model_validator
 from litchi.config.data import Data
 from litchi.config.kinds import Decay, Positive, Says, Section, Targets, Trackers, Weight, as_sections
 from litchi.config.reading import dump_settings
+from litchi.config.serve import Serve
 from litchi.config.train import Eval, Optim, Stage, Train
 
 Task = Literal["chat", "rerank"]
@@ -59,7 +61,8 @@ class Model(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What weights are held in; `auto`: by the machine and by what is trained."""
     attention: Literal["auto", "sdpa", "varlen", "flash"] = "auto"
-    """Attention kernel; `auto` takes the fastest the machine has. `varlen` and `flash` need a GPU."""
+    """What computes attention. `varlen` (torch's flash attention over pieces of any length) and `flash` (that of the
+    package flash-attn) need a GPU and half precision, `sdpa` goes piece by piece; `auto`: `varlen` where it can."""
     quantize: Literal["none", "int8", "nf4"] = "none"
     """What the linears of the language layers are held in, frozen or under LoRA: `nf4`, 4 bits with scales in 8 bits
     (QLoRA); needs `pip install 'litchi[quant]'`."""
@@ -173,6 +176,8 @@ class Config(Section):
     the export have `data.pixels`. A row is usable if it is under the largest of all budgets."""
     parallel: Annotated[Parallel, Says("auto, or sizes of axes")] = Parallel()
     """How ranks share the work."""
+    serve: Serve = Serve()
+    """What `litchi serve` allows."""
     track: Trackers | None = None
     """Where metrics are shown besides `metrics.jsonl`; null: tensorboard when it is installed."""
     output: str = ""
@@ -212,8 +217,9 @@ class Config(Section):
 SAME_NUMBERS = (
     *("output", "track", "eval", "parallel", "data.eval", "data.workers", "data.verify", "model.attention"),
     *("train.log_every", "train.eval_every", "train.save_every", "train.save", "train.keep", "train.best"),
-    *("train.early_stop", "train.hang_s", "train.export", "train.micro_batch_tokens", "train.offload"),
-    *("train.checkpoint_activations", "train.features", "train.deterministic", "model.placement"),
+    *("train.early_stop", "train.hang_s", "train.restarts", "train.export", "train.micro_batch_tokens"),
+    *("train.offload", "train.rehearse", "train.checkpoint_activations", "train.compile", "train.features"),
+    *("train.deterministic", "model.placement", "serve"),
 )
 
 

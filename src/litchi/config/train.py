@@ -40,8 +40,9 @@ class Train(Section):
     global_batch_size: Positive = 32
     """Samples (rerank: groups) of a step on all ranks together. Accumulation follows from it and is printed."""
     micro_batch_tokens: AutoTokens = None
-    """Tokens a rank takes at once; `auto`: 16384 on a GPU, 8192 on CPU. A larger sample goes alone; a larger
-    group is cut into pieces, with the loss and gradient of the whole."""
+    """Tokens a rank takes at once; `auto`: as many as fit, at most 65536 on a GPU and 8192 on CPU (measured before the
+    first step, on CPU only under a memory limit). A larger sample goes alone; a larger group is cut into pieces, with
+    the loss and gradient of the whole. Where memory runs out all the same it is lowered."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """What is computed in; `auto`: bf16 on a GPU that can, fp32 on CPU."""
     seed: Annotated[int, Ge(0)] = 0
@@ -50,6 +51,9 @@ class Train(Section):
     """Bit-identical repeats on a GPU, at some cost. On CPU they are so anyway."""
     checkpoint_activations: bool = False
     """Compute layers twice instead of keeping what they leave: less memory, about a third more time."""
+    compile: bool = False
+    """Have torch.compile fuse what lies around attention in every block. For GPUs, and only where measured to be
+    faster: the first steps take a minute or more, and on CPU it is slower. Needs a C++ compiler."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """What is held in the machine's memory instead of the GPU's: the optimizer's state and update, or with `all` the
     weights and their gradients too (sharded weights only, `parallel.dp_shard` above 1)."""
@@ -72,9 +76,24 @@ class Train(Section):
     early_stop: Positive | None = None
     """Evaluations without a better `train.best` after which the run ends; null: never."""
     on_nonfinite: Literal["skip", "rollback", "stop"] = "skip"
-    """A step whose loss or gradient is not finite is left out, goes back to a checkpoint, or stops the run."""
+    """What happens when losses or gradients are not finite. Such a step's update is left out; after
+    `train.nonfinite_limit` of them the run stops (`skip`), or goes back to a checkpoint from before them (`rollback`);
+    or it stops at the first (`stop`)."""
+    nonfinite_limit: Positive = 3
+    """Steps in a row that may not be finite, the last one included."""
+    loss_spike: Annotated[float, Gt(0)] | None = None
+    """With `rollback`: the run also goes back when a loss is above the median of the 50 before it by so many of their
+    standard deviations (both from medians); null: never."""
+    rollbacks: Positive = 3
+    """Times a run goes back; then it stops."""
+    rehearse: bool = True
+    """Take the largest micro-batch of the run forwards and backwards once before the first step, without an update:
+    what does not fit the memory fails at once."""
     hang_s: Annotated[float, Gt(0)] = 600.0
-    """Seconds without a sign of life after which a run is ended with the stacks of its processes."""
+    """Seconds in which no rank moves on after which a run is ended, with the stacks of its processes in `stacks/`;
+    with `--procs` above 1 it starts again."""
+    restarts: Annotated[int, Ge(0)] = 3
+    """How often ranks of `litchi train --procs` above 1 are started again without a new checkpoint in between."""
     export: Literal["end", "never"] = "end"
     """When `export/` is written, the form that transformers, peft and vLLM load."""
 

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from litchi.data.media import read_bytes
+from litchi.data.media import file_stamp, hash_media, media_paths, read_bytes
 from litchi.types import Media
 
 log = logging.getLogger(__name__)
@@ -70,14 +70,13 @@ class Entry(NamedTuple):
 
 
 def stamp_of(media: Media) -> bytes:
-    """What tells that a file is unchanged: path, size and time of change. NO_STAMP for bytes, and where none is."""
-    if media.path is None:
+    """What tells that a file is unchanged: path, size and time of change, of a video also which frames are meant.
+    NO_STAMP for bytes, and where none is."""
+    stamps = [(path, *file_stamp(path)) for path in media_paths(media)]
+    if not stamps or any(size < 0 for _, size, _ in stamps):
         return NO_STAMP
-    try:
-        status = os.stat(media.path)
-    except OSError:
-        return NO_STAMP
-    text = f"{media.path}\0{status.st_size}\0{status.st_mtime_ns}"
+    text = "\0".join(f"{path}\0{size}\0{changed}" for path, size, changed in stamps)
+    text += f"\0{media.cut}" if media.kind == "video" else ""
     return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).digest()
 
 
@@ -122,21 +121,21 @@ class FeatureStore:
 
     def name_bytes(self, media: Media, grid: Grid) -> tuple[PictureName, bytes | None]:
         """The same, and the bytes where they had to be read."""
-        if media.path is None:
+        if media.path is None and media.kind == "image":
             return PictureName(NO_STAMP, bytes.fromhex(media.key.removeprefix("sha256:")), grid), media.data
         stamp = stamp_of(media)
         content = self.contents.get(stamp)
         if content is not None:
             return PictureName(stamp, content, grid), None
-        data = read_bytes(media)
-        content = hashlib.sha256(data).digest()
+        data = read_bytes(media) if media.kind == "image" else None
+        content = hash_media(media) if data is None else hashlib.sha256(data).digest()
         if stamp != NO_STAMP and stamp == stamp_of(media):  # not written to meanwhile
             self.contents[stamp] = content
         return PictureName(stamp, content, grid), data
 
     def find_media(self, media: Media, grid: Grid) -> Entry | None:
         """Features of a picture whose file need not be read to know it."""
-        if media.path is None:
+        if media.data is not None:
             return self.find(self.name(media, grid))
         stamp = stamp_of(media)
         return None if stamp == NO_STAMP else self.find(PictureName(stamp, self.contents.get(stamp, b""), grid))

@@ -126,13 +126,25 @@ def parse_sample(
 
     Returns: the sample and its warnings. Raises RowError for a row that cannot be used.
     """
-    root = None if media_root is None else os.path.abspath(media_root)
-    row = Row(source, root, require_labels)
     try:
         fields = load_object(raw)
-        sample = _chat(fields, row) if task == "chat" else _rerank(fields, row)
+        return parse_fields(fields, task=task, source=source, media_root=media_root, require_labels=require_labels)
     except RowError as error:
         raise RowError(error.code, error.message, where=source) from None
+
+
+def parse_fields(
+    fields: Mapping[str, Any],
+    *,
+    task: Literal["chat", "rerank"],
+    source: Source,
+    media_root: str | None,
+    require_labels: bool = True,
+) -> tuple[Sample, list[Finding]]:
+    """Parse the object of a line; as `parse_sample`."""
+    root = None if media_root is None else os.path.abspath(media_root)
+    row = Row(source, root, require_labels)
+    sample = _chat(fields, row) if task == "chat" else _rerank(fields, row)
     return sample, row.findings
 
 

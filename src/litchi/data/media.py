@@ -11,6 +11,7 @@ Headers and pixels need Pillow only; torch is imported when a picture is resized
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
 import os
@@ -55,7 +56,8 @@ class MediaError(DataError):
     """A picture that cannot be used.
 
     `code` is one of `media_missing` (the file cannot be opened), `unreadable_media`, `media_too_large`,
-    `extreme_aspect`, `video_unsupported`; `reason` says why without naming the picture, `name` is the picture.
+    `extreme_aspect`, `video_unsupported`, and for videos `empty_video`, `truncated_video`, `no_video_stream`,
+    `decoder_hung`, `decoder_died`; `reason` says why without naming the picture, `name` is the picture.
     """
 
     def __init__(self, code: str, reason: str, *, name: str = "picture"):
@@ -72,11 +74,16 @@ def _media_error(code: str, reason: str, name: str) -> MediaError:
 
 @dataclass(frozen=True)
 class Header:
-    """What is known without decoding: size in pixels after orientation, and the number of frames."""
+    """What is known without decoding: size in pixels after orientation, and the number of frames.
+
+    Of a video, or the wanted part of it, also the seconds its frames cover, and the code of a warning.
+    """
 
     width: int
     height: int
     frames: int
+    seconds: float = 0.0
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,7 @@ def decode_image(media: Media, *, window: tuple[float, float] | None = None, dat
     """
     with _opened(media, whole=True, data=data) as picture:
         picture.image.load()
-        rgb = _rgb(picture.image, window)
+        rgb = to_rgb(picture.image, window)
         return np.array(rgb if picture.turn is None else rgb.transpose(picture.turn))
 
 
@@ -117,9 +124,26 @@ def read_bytes(media: Media) -> bytes:
         raise MediaError(error.code, error.reason, name=media.name) from None
 
 
+def hash_media(media: Media) -> bytes:
+    """SHA-256 of the files of a video and of which frames are meant. Raises MediaError."""
+    total = hashlib.sha256(media.cut.encode() + (media.data or b""))
+    try:
+        for path in media_paths(media):
+            for name in sorted(os.listdir(path)) if os.path.isdir(path) else [""]:
+                with open(os.path.join(path, name) if name else path, "rb") as file:
+                    total.update(hashlib.file_digest(file, "sha256").digest())
+    except OSError as error:
+        raise MediaError("media_missing", f"cannot be opened: {error.strerror}", name=media.name) from None
+    return total.digest()
+
+
 def media_warnings(header: Header) -> list[tuple[str, str]]:
-    """List what a user should know of a readable picture, as (code, message)."""
-    return [("animated", f"{header.frames} frames: only the first is used")] if header.frames > 1 else []
+    """List what a user should know of a readable picture or video, as (code, message)."""
+    if header.note:
+        rate = header.frames / header.seconds
+        return [(header.note, f"no time stamps: {rate:g} frames per second are assumed. Give its `fps` in the row")]
+    still = not header.seconds
+    return [("animated", f"{header.frames} frames: only the first is used")] if still and header.frames > 1 else []
 
 
 # ---------------------------------------------------------------- opening
@@ -143,7 +167,33 @@ def _opened(media: Media, *, whole: bool, data: bytes | None = None) -> Iterator
         raise MediaError("unreadable_media", str(error) or type(error).__name__, name=media.name) from error
 
 
-def _stream(media: Media, whole: bool) -> BinaryIO:
+def open_media(media: Media) -> None:
+    """See that a file is there and can be opened. Raises MediaError."""
+    try:
+        with _stream(media, whole=False, largest=None):
+            pass
+    except MediaError as error:
+        raise MediaError(error.code, error.reason, name=media.name) from None
+
+
+def media_paths(media: Media) -> tuple[str, ...]:
+    """The files and folders a picture or video is read from."""
+    return media.frames if media.path is None else (media.path,)
+
+
+def file_stamp(path: str) -> tuple[int, int]:
+    """Bytes and time of change (ns) of a file, of a folder those of all it holds; (-1, -1) where there is none."""
+    try:
+        status = os.stat(path)
+        found = [status]
+        if stat.S_ISDIR(status.st_mode):
+            found += [entry.stat() for entry in os.scandir(path)]
+        return sum(one.st_size for one in found), max(one.st_mtime_ns for one in found)
+    except OSError:
+        return -1, -1
+
+
+def _stream(media: Media, whole: bool, largest: int | None = MAX_FILE_BYTES) -> BinaryIO:
     """Open the bytes of a picture; the whole file in memory when it will be decoded."""
     if media.path is None:
         return io.BytesIO(media.data or b"")
@@ -152,8 +202,8 @@ def _stream(media: Media, whole: bool) -> BinaryIO:
         if not stat.S_ISREG(status.st_mode):
             kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a device or pipe"
             raise MediaError("unreadable_media", f"{kind}, not a file")
-        if status.st_size > MAX_FILE_BYTES:
-            raise MediaError("media_too_large", f"a file of {status.st_size} bytes, {MAX_FILE_BYTES} are allowed")
+        if largest is not None and status.st_size > largest:
+            raise MediaError("media_too_large", f"a file of {status.st_size} bytes, {largest} are allowed")
         if not whole:
             return open(media.path, "rb")
         with open(media.path, "rb") as file:
@@ -171,33 +221,35 @@ def _picture(stream: BinaryIO, whole: bool) -> _Picture:
     try:
         image = Image.open(stream, formats=FORMATS)
     except UnidentifiedImageError:
-        raise MediaError("unreadable_media", _what_it_is(head)) from None
+        formats = f"not a picture that is read ({', '.join(FORMATS)}), or its beginning is damaged"
+        raise MediaError("unreadable_media", what_it_is(head, "picture") or formats) from None
     if late_exif is not None:
         image.info.setdefault("exif", late_exif)
     _fit_transparency(image)
     turn = _turn(image)
     width, height = image.size if turn is None or turn in _KEEP_SIDES else image.size[::-1]
-    _check_size(height, width)
+    check_size(height, width)
     return _Picture(image, turn, Header(width, height, _frames(image)))
 
 
-def _what_it_is(head: bytes) -> str:
-    """Name the usual files that stand where a picture should."""
+def what_it_is(head: bytes, wanted: str) -> str | None:
+    """Name the usual files that stand where a picture or video should; None: it is not one of them."""
     text = head.lstrip().lower()
     if not head:
         return "an empty file"
     if head.startswith(b"version https://git-lfs"):
         return "a Git LFS pointer, run git lfs pull"
     if text.startswith((b"<!doctype html", b"<html")):
-        return "an HTML page, not a picture: its download failed"
+        return f"an HTML page, not a {wanted}: its download failed"
     if b"<svg" in text:
         return "an SVG drawing, save it as PNG"
     if head[4:12] in (b"ftypheic", b"ftypheix", b"ftypmif1"):
         return "a HEIC picture, save it as JPEG or PNG"
-    return f"not a picture that is read ({', '.join(FORMATS)}), or its beginning is damaged"
+    return None
 
 
-def _check_size(height: int, width: int) -> None:
+def check_size(height: int, width: int) -> None:
+    """Refuse pictures and frames that are too large or too long. Raises MediaError."""
     if height * width > MAX_PIXELS:
         raise MediaError("media_too_large", f"{width} x {height} pixels, {MAX_PIXELS} together are allowed")
     _check_aspect(height, width)
@@ -270,7 +322,7 @@ def _scan_jpeg(stream: BinaryIO) -> None:
 # ---------------------------------------------------------------- colours
 
 
-def _rgb(image: Image.Image, window: tuple[float, float] | None) -> Image.Image:
+def to_rgb(image: Image.Image, window: tuple[float, float] | None) -> Image.Image:
     """Convert a decoded picture of any mode to RGB."""
     if image.mode in DEEP_GREY:
         return Image.fromarray(_deep_grey(image, window)).convert("RGB")
@@ -303,7 +355,7 @@ def _deep_grey(image: Image.Image, window: tuple[float, float] | None) -> np.nda
 # ---------------------------------------------------------------- patches
 
 
-def fit_size(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+def fit_size(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
     """Return the size (height, width) a picture is resized to: multiples of `factor` within the pixel budget.
 
     The rule is the family's (`smart_resize` of Qwen2-VL's image processor), so that served models see the same.
@@ -341,15 +393,19 @@ def picture_patches(rgb: np.ndarray, *, spec: VisionSpec) -> tuple[np.ndarray, t
     tokens, columns of tokens, rows and columns within a token), and the grid (1, rows, columns).
     The model's input is ((x / 255 - mean) / std), repeated for the frames of a temporal patch.
     """
-    pixels = _resized(rgb, _fitted(rgb.shape[0], rgb.shape[1], spec))
+    pixels = resize_picture(rgb, _fitted(rgb.shape[0], rgb.shape[1], spec))
+    return cut_patches(pixels, spec), (1, pixels.shape[1] // spec.patch, pixels.shape[2] // spec.patch)
+
+
+def cut_patches(pixels: np.ndarray, spec: VisionSpec) -> np.ndarray:
+    """Cut uint8 [3, h, w], sides multiples of a token's, into patches as `picture_patches` gives them."""
     p, m = spec.patch, spec.merge
     rows, columns = pixels.shape[1] // p, pixels.shape[2] // p
     blocks = pixels.reshape(3, rows // m, m, p, columns // m, m, p)
-    patches = blocks.transpose(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, 3 * p * p)
-    return np.ascontiguousarray(patches), (1, rows, columns)
+    return np.ascontiguousarray(blocks.transpose(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, 3 * p * p))
 
 
-def _resized(rgb: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+def resize_picture(rgb: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """Resize as the family's processor does: bicubic with antialiasing on whole levels. Returns uint8 [3, h, w]."""
     import torch
 

@@ -17,7 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from litchi.errors import UsageError
-from litchi.types import VisionSpec
+from litchi.types import VideoSpec, VisionSpec
 
 IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
@@ -71,6 +71,10 @@ class Processor:
         """The documents of a group share most of their prompt, so a run of text is encoded once."""
         return lru_cache(maxsize=65_536)(lambda text: tuple(self._plain.encode(text, add_special_tokens=False).ids))
 
+    def forget(self) -> None:
+        """Drop the texts that were encoded: a server keeps no user's words, and they would add up."""
+        self.__dict__.pop("_encode_run", None)
+
     def split_controls(self, literal: str) -> list[str]:
         """Cut template text at its control tokens: ["", "<|im_start|>", "user\\n", ...], controls at odd places."""
         return self._control_pattern.split(literal)
@@ -105,6 +109,17 @@ class Processor:
                 raise UsageError(f"data.pixels.min={low} is above data.pixels.max={high}")
             low = high = minimum if minimum is not None else high  # only one was set: the other gives way
         return replace(self, vision=replace(self.vision, min_pixels=low, max_pixels=high))
+
+    def with_video(self, **settings: Any) -> Processor:
+        """The same processor with other fields of its `VideoSpec`; None keeps the model's own.
+
+        Raises UsageError: limits that cross.
+        """
+        video = replace(self.vision.video, **{key: value for key, value in settings.items() if value is not None})
+        for low, high, name in (("min_frames", "max_frames", "frames"), ("min_pixels", "max_pixels", "pixels")):
+            if getattr(video, low) > getattr(video, high):
+                raise UsageError(f"data.video: {getattr(video, low)} {name} at least, {getattr(video, high)} at most")
+        return replace(self, vision=replace(self.vision, video=video))
 
 
 def load_processor(folder: str | Path) -> Processor:
@@ -155,6 +170,8 @@ def _read_vision(folder: Path) -> VisionSpec:
         )
     config = _read_json(folder / "config.json").get("vision_config", {})
     size = picture.get("size") or {}
+    video = _read_json(folder / "video_preprocessor_config.json")
+    frame, usual = video.get("size") or {}, VideoSpec()
     return VisionSpec(
         patch=picture["patch_size"],
         merge=picture["merge_size"],
@@ -165,4 +182,12 @@ def _read_vision(folder: Path) -> VisionSpec:
         max_pixels=picture.get("max_pixels") or size["longest_edge"],
         mean=tuple(picture["image_mean"]),
         std=tuple(picture["image_std"]),
+        video=VideoSpec(
+            fps=video.get("fps") or usual.fps,
+            min_frames=video.get("min_frames") or usual.min_frames,
+            max_frames=video.get("max_frames") or usual.max_frames,
+            min_pixels=video.get("min_pixels") or frame.get("shortest_edge") or usual.min_pixels,
+            max_pixels=video.get("max_pixels") or frame.get("longest_edge") or usual.max_pixels,
+            per_second=config.get("tokens_per_second"),
+        ),
     )

@@ -21,7 +21,7 @@ from litchi.data.templates import RerankTemplate
 from litchi.types import IGNORE, ChatSample, Content, Example, Finding, Media, PlacedMedia, RerankSample, Sample, Source
 
 Grid = tuple[int, int, int]
-GridOf = Callable[[Media], Grid]
+GridOf = Callable[[Media], Grid | tuple[int, int, int, float]]  # of a video with the seconds of a frame of its grid
 
 _OPEN, _CLOSE = "\ue000", "\ue001"  # private use: stand around the number of a text in a rendered skeleton
 _SLOT = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
@@ -97,8 +97,6 @@ class _Stream:
         self.push([self.processor.control(token)], train)
 
     def picture(self, media: Media) -> None:
-        if media.kind != "image":
-            raise RowError("video_unsupported", f"{media.name}: videos are not read yet. Leave such rows out")
         self.flush()
         known = next((i for i, m in enumerate(self.media) if m.key == media.key), len(self.media))
         if known == len(self.media):
@@ -206,7 +204,7 @@ def _render_chat(sample: ChatSample, processor: Processor, grid_of: GridOf) -> E
 
 
 def _one_span(sample: ChatSample, stream: _Stream, processor: Processor, grid_of: GridOf) -> Example:
-    placed = tuple(PlacedMedia(m, grid_of(m)) for m in stream.media)
+    placed = tuple(_place(m, grid_of) for m in stream.media)
     ids, labels, at = _expand(stream.ids, stream.labels, placed, processor)
     return Example(
         id=sample.id,
@@ -219,19 +217,25 @@ def _one_span(sample: ChatSample, stream: _Stream, processor: Processor, grid_of
     )
 
 
+def _place(media: Media, grid_of: GridOf) -> PlacedMedia:
+    t, h, w, *step = grid_of(media)
+    return PlacedMedia(media, (t, h, w), *step)
+
+
 def _expand(
     ids: list[int], train: list[bool], placed: Sequence[PlacedMedia], processor: Processor, offset: int = 0
 ) -> tuple[np.ndarray, np.ndarray, tuple[tuple[int, int], ...]]:
     """Put as many pad tokens as a picture has features in its place. `at` counts from `offset`."""
-    pad, merge = processor.control(IMAGE_PAD), processor.vision.merge
+    merge = processor.vision.merge
     out: list[int] = []
     labels: list[int] = []
     at: list[tuple[int, int]] = []
     for token, learnt in zip(ids, train, strict=True):
         if token < 0:
-            count = placed[-token - 1].tokens(merge)
+            one = placed[-token - 1]
+            count = one.tokens(merge)
             at.append((-token - 1, offset + len(out)))
-            out += [pad] * count
+            out += [processor.control(IMAGE_PAD if one.media.kind == "image" else VIDEO_PAD)] * count
             labels += [IGNORE] * count
         else:
             out.append(token)
@@ -254,7 +258,7 @@ def _render_rerank(
         _push_prompt(stream, renderer, sample, document.content)
         prompts.append(stream.ids)
     shared = common_prefix(prompts)
-    placed = tuple(PlacedMedia(m, grid_of(m)) for m in media)
+    placed = tuple(_place(m, grid_of) for m in media)
     parts = [prompts[0][:shared]] + [p[shared:] for p in prompts]
     spans: list[tuple[int, int, int]] = []
     streams, at, end = [], [], 0

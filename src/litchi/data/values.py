@@ -19,7 +19,7 @@ from typing import Any
 from litchi.errors import DataError
 from litchi.types import Finding, Media, Source
 
-CUT_KEYS = frozenset({"start", "end", "fps"})
+CUT_KEYS = frozenset({"start", "end", "fps", "nframes"})
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -127,7 +127,7 @@ def read_media_list(value: Any, kind: str, name: str, row: Row) -> list[Media]:
     """Read null, one reference or a list of them. Raises RowError."""
     if value is None:
         return []
-    if isinstance(value, str):  # one path, not one picture per letter
+    if isinstance(value, str | dict):  # one path, not one picture per letter
         return [read_media(value, kind, name, row)]
     if not isinstance(value, list):
         raise RowError("wrong_type", f"{name} is {show(value)}: a path or a list of paths is needed")
@@ -137,11 +137,22 @@ def read_media_list(value: Any, kind: str, name: str, row: Row) -> list[Media]:
 def read_media(value: Any, kind: Any, name: str, row: Row, cut: Mapping[str, Any] | None = None) -> Media:
     """Read a path (relative to `row.root`) or a data URL; `cut` is the object that has a video's time range.
 
-    Raises RowError, also for URLs of other machines.
+    A video may also be a list of frames, or an object {"video", "start", "end", "fps", "nframes"}. Raises RowError,
+    also for URLs of other machines.
     """
+    if kind == "video" and isinstance(value, dict):
+        row.warn_unread(value, CUT_KEYS | {"type", "video"}, name)
+        if isinstance(value.get("video"), dict):
+            raise RowError("wrong_type", f"{name}.video is {show(value['video'])}: a path is needed")
+        return read_media(value.get("video"), kind, f"{name}.video", row, cut=value)
+    times = (None, None, None, None) if cut is None else _read_cut(cut, name)
+    if kind == "video" and isinstance(value, list) and value:
+        frames = [read_media(item, "image", f"{name}[{i}]", row).path for i, item in enumerate(value)]
+        if None in frames:
+            raise RowError("wrong_type", f"{name} has data URLs: frames are given by their paths")
+        return Media(kind, None, None, *times, tuple(str(frame) for frame in frames))
     if not isinstance(value, str) or not value or "\0" in value:
         raise RowError("wrong_type", f"{name} is {show(value)}: a path or a data URL is needed")
-    times = (None, None, None) if cut is None else _read_cut(cut, name)
     if value.startswith("data:"):
         return Media(kind, None, read_data_url(value, name=name), *times)
     value = value.removeprefix("file://")
@@ -152,8 +163,8 @@ def read_media(value: Any, kind: Any, name: str, row: Row, cut: Mapping[str, Any
     return Media(kind, os.path.join(row.root, value), None, *times)
 
 
-def _read_cut(part: Mapping[str, Any], name: str) -> tuple[float | None, float | None, float | None]:
-    """Read start and end (seconds) and sampling rate (frames per second) of a video."""
+def _read_cut(part: Mapping[str, Any], name: str) -> tuple[float | None, float | None, float | None, int | None]:
+    """Read start and end (seconds) and sampling rate (frames per second) or number of frames of a video."""
     for key in ("start", "end", "fps"):
         value = part.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
@@ -163,7 +174,12 @@ def _read_cut(part: Mapping[str, Any], name: str) -> tuple[float | None, float |
         raise RowError("bad_time_range", f"{name} goes from {start or 0} to {end} s: start must be before end")
     if fps == 0:
         raise RowError("bad_time_range", f"fps of {name} is 0: a number above 0 is needed")
-    return start, end, fps
+    nframes = part.get("nframes")
+    if nframes is not None and (isinstance(nframes, bool) or not isinstance(nframes, int) or nframes < 1):
+        raise RowError("bad_frame_count", f"nframes of {name} is {show(nframes)}: a whole number from 1 up is needed")
+    if nframes is not None and fps is not None:
+        raise RowError("bad_frame_count", f"{name} has fps and nframes: one of them decides which frames are taken")
+    return start, end, fps, nframes
 
 
 def read_data_url(url: str, *, name: str = "the data URL") -> bytes:

@@ -20,11 +20,14 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import astuple, dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import PIL
 
-from litchi.data.media import RULES, Header, MediaError, decode_image, read_header
+from litchi.data.media import RULES, Header, MediaError, decode_image, file_stamp, media_paths, read_header
+from litchi.data.orphans import end_with_parent
+from litchi.data.video import check_video, read_video_header
 from litchi.errors import MachineError
 from litchi.types import Media
 
@@ -33,19 +36,21 @@ log = logging.getLogger(__name__)
 LOOK_CHUNK = 64  # pictures per task of a worker and per write: what a killed check has to do again
 READ_CHUNK = 20_000  # keys per query
 LOCK_TIMEOUT_S = 60
+PASSING = {"decoder_hung", "decoder_died"}  # which may be another matter the next time
 
 Window = tuple[float, float] | None
 Stamp = tuple[int, int]  # bytes, time of change in ns
 
-_CREATE = """CREATE TABLE IF NOT EXISTS verdicts (
-    key TEXT, rules TEXT, bytes INTEGER, changed_ns INTEGER, decoded INTEGER,
-    width INTEGER, height INTEGER, frames INTEGER, code TEXT, reason TEXT, PRIMARY KEY (key, rules))"""
-_SELECT = """SELECT key, bytes, changed_ns, decoded, width, height, frames, code, reason
-    FROM verdicts WHERE key IN (SELECT value FROM json_each(?)) AND rules = ?"""
+_CREATE = """CREATE TABLE IF NOT EXISTS looks (
+    key TEXT, rules TEXT, bytes INTEGER, changed_ns INTEGER, decoded INTEGER, width INTEGER, height INTEGER,
+    frames INTEGER, code TEXT, reason TEXT, seconds REAL, note TEXT, PRIMARY KEY (key, rules))"""
+_SELECT = """SELECT key, bytes, changed_ns, decoded, width, height, frames, code, reason, seconds, note
+    FROM looks WHERE key IN (SELECT value FROM json_each(?)) AND rules = ?"""
 # A process that read headers only does not undo the decoding of another.
-_INSERT = """INSERT INTO verdicts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (key, rules) DO UPDATE SET
+_INSERT = """INSERT INTO looks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (key, rules) DO UPDATE SET
     bytes = excluded.bytes, changed_ns = excluded.changed_ns, decoded = excluded.decoded, width = excluded.width,
-    height = excluded.height, frames = excluded.frames, code = excluded.code, reason = excluded.reason
+    height = excluded.height, frames = excluded.frames, code = excluded.code, reason = excluded.reason,
+    seconds = excluded.seconds, note = excluded.note
     WHERE excluded.decoded >= decoded OR excluded.bytes <> bytes OR excluded.changed_ns <> changed_ns"""
 
 
@@ -58,12 +63,14 @@ class Verdict:
     frames: int = 0
     code: str | None = None
     reason: str | None = None
+    seconds: float = 0.0
+    note: str = ""
 
     @property
     def header(self) -> Header:
         """The header of a usable picture."""
         assert self.code is None, "an unusable picture has no header"
-        return Header(self.width, self.height, self.frames)
+        return Header(self.width, self.height, self.frames, self.seconds, self.note)
 
 
 def cache_root() -> Path:
@@ -94,7 +101,8 @@ def check_media(
     """
     distinct = {one.key: one for one in media}
     stamps = {key: stamp for key, one in distinct.items() if (stamp := _stamp(one)) is not None}
-    rules = f"{RULES}, pillow {PIL.__version__}, window {window}"  # what verdicts depend on beside the file
+    libraries = f"pillow {PIL.__version__}, av {version('av')}"
+    rules = f"{RULES}, {libraries}, window {window}"  # what verdicts depend on beside the file
     found = {} if cache is None else _recall(cache, stamps, rules, decode)
     report = progress or (lambda done, total: None)
     report(len(found), len(distinct))
@@ -109,15 +117,12 @@ def check_media(
 
 def _stamp(media: Media) -> Stamp | None:
     """Return what tells that a picture is unchanged; None: its verdict is not remembered."""
-    if media.kind != "image":
+    if media.data is not None:
+        return len(media.data), 0  # the key is a hash of the bytes
+    stamps = [file_stamp(path) for path in media_paths(media)]
+    if (-1, -1) in stamps:
         return None
-    if media.path is None:
-        return len(media.data or b""), 0  # the key is a hash of the bytes
-    try:
-        status = os.stat(media.path)
-    except OSError:
-        return None
-    return status.st_size, status.st_mtime_ns
+    return sum(size for size, _ in stamps), max(changed for _, changed in stamps)
 
 
 # ---------------------------------------------------------------- looking
@@ -125,12 +130,18 @@ def _stamp(media: Media) -> Stamp | None:
 
 def _look(media: Media, *, decode: bool, window: Window) -> Verdict:
     try:
-        header = read_header(media)
-        if decode:
-            decode_image(media, window=window)
+        if media.kind == "image":
+            header = read_header(media)
+            if decode:
+                decode_image(media, window=window)
+        else:
+            header = read_video_header(media)
+            if decode:
+                check_video(media)
     except MediaError as error:
-        return Verdict(code=error.code, reason=error.reason)
-    return Verdict(header.width, header.height, header.frames)
+        inside = f"{error.name}: " if error.name != media.name else ""  # a frame of a list
+        return Verdict(code=error.code, reason=inside + error.reason)
+    return Verdict(header.width, header.height, header.frames, seconds=header.seconds, note=header.note)
 
 
 def _look_at(media: Sequence[Media], look: Callable[[Media], Verdict], workers: int) -> Iterator[dict[str, Verdict]]:
@@ -140,7 +151,12 @@ def _look_at(media: Sequence[Media], look: Callable[[Media], Verdict], workers: 
         yield from (_look_at_chunk(chunk, look) for chunk in chunks)
         return
     # forked: nothing is imported again, and neither threads nor database connections are open here
-    pool = ProcessPoolExecutor(min(workers, len(chunks)), mp_context=multiprocessing.get_context("fork"))
+    pool = ProcessPoolExecutor(
+        min(workers, len(chunks)),
+        mp_context=multiprocessing.get_context("fork"),
+        initializer=end_with_parent,
+        initargs=(os.getpid(),),
+    )
     try:
         for done in as_completed([pool.submit(_look_at_chunk, chunk, look) for chunk in chunks]):
             yield done.result()
@@ -188,11 +204,11 @@ def _recall(file: Path, stamps: Mapping[str, Stamp], rules: str, decode: bool) -
 
 
 def _remember(file: Path, fresh: Mapping[str, Verdict], stamps: Mapping[str, Stamp], rules: str, decode: bool) -> None:
-    """Write verdicts down; not on files that could not be opened, which may be another matter the next time."""
+    """Write verdicts down, but for those of the moment, and on files that could not be opened."""
     rows = [
         (key, rules, *stamps[key], int(decode), *astuple(verdict))
         for key, verdict in fresh.items()
-        if key in stamps and verdict.code != "media_missing"
+        if key in stamps and verdict.code not in {"media_missing", *PASSING}
     ]
     try:
         with closing(_connect(file)) as database, database:

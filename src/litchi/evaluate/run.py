@@ -92,6 +92,7 @@ class Measure:
     workers: int = 0
     generate: bool = True
     count_units: CountUnits | None = None  # what a rerank loss is divided by
+    between: Callable[[], object] = lambda: None  # called by all ranks behind each micro-batch; it may raise
 
 
 def measure_set(
@@ -140,6 +141,7 @@ def score_set(wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure, progr
             total, units = total + float(out.loss), units + batch.units
             for (row, _), (a, b) in zip(jobs[number].picks, batch.groups, strict=True):
                 mine.append((row, batch.doc_ids[a:b], scores[a:b].tolist()))
+        how.between()
         if progress is not None:
             progress(number + 1, len(jobs))
     groups = sorted((group for share in gather_objects(mine) for group in share), key=lambda group: group[0])
@@ -218,6 +220,7 @@ def _chat_loss(wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure) -> f
         out = wrapped.evaluate(batch)
         total += float(out.loss) if out is not None else 0.0  # parts, where ranks share a batch
         units += batch.units if wrapped.leads else 0
+        how.between()
     total, units = sum_ranks(total, units)
     return total / units
 
@@ -243,6 +246,7 @@ def generate_set(
             )
         if wrapped.leads:
             mine += [(row, processor.decode(a.ids)) for (row, _), a in zip(jobs[number].picks, answers, strict=True)]
+        how.between()
         if progress is not None:
             progress(number + 1, len(jobs))
     out = []

@@ -43,6 +43,13 @@ def apply_trainable(loaded: Loaded, trainable: Trainable) -> dict[str, str]:
     Raises:
         UsageError: LoRA on a tied head, nothing trainable, or a target name that matches no linear layer.
     """
+    if not loaded.hf.trains:
+        raise UsageError(
+            "this export does not train",
+            where=loaded.folder,
+            why="its weights were rounded, or its head is one row",
+            remedy="Train from the merged export",
+        )
     modes = {name: getattr(trainable, name).mode for name in PARTS}
     if loaded.tied and modes["head"] == "lora":
         raise UsageError(

@@ -16,6 +16,7 @@ from torch import nn
 from litchi.data.processor import Processor, load_processor
 from litchi.errors import MachineError, UsageError
 from litchi.model import attention
+from litchi.model.compressed import refuse_reason, round_inputs
 from litchi.model.family import Family, find_family, part
 from litchi.model.leaves import Leaves, change_leaves
 from litchi.model.quantize import quantize_language
@@ -144,9 +145,13 @@ def build_model(folder: Path, *, dtype: torch.dtype, quantize: str = "none", lea
     processor = load_processor(folder)
     settings = kind.config_class.from_pretrained(folder, local_files_only=True)
     settings.name_or_path = str(folder)
+    compressed = _read_compression(config, folder, quantize)
+    if compressed:
+        del settings.quantization_config
     with torch.device("meta"):
         hf = kind._from_config(settings, dtype=dtype)
-    hf.weight_sources = match_weights(hf, folder)
+    hf.weight_sources = match_weights(hf, folder, score_row=_find_score_row(config, processor))
+    hf.trains = not compressed and hf.weight_sources[f"{family.head}.weight"].row is None
     own = (folder / "generation_config.json").is_file()
     elsewhere = {} if own else {"config_file_name": "config.json", "_from_model_config": True}
     hf.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True, **elsewhere)
@@ -161,7 +166,28 @@ def build_model(folder: Path, *, dtype: torch.dtype, quantize: str = "none", lea
     change_leaves(hf, family, leaves)
     if quantize == "nf4":
         quantize_language(hf, family)
+    round_inputs(hf, family, compressed)
     return Loaded(hf=hf, family=family, processor=processor, folder=folder, tied=tied)
+
+
+def _read_compression(config: dict[str, Any], folder: Path, quantize: str) -> dict[str, Any]:
+    """`quantization_config` of a folder whose weights are in fewer bits, or nothing."""
+    found = config.get("quantization_config") or {}
+    why = refuse_reason(found) if found else None
+    if why:
+        raise UsageError("the weights are in a form that is not read", where=folder, why=why)
+    if found and quantize != "none":
+        raise UsageError(
+            f"model.quantize={quantize}", where=folder, why="its weights are in fewer bits already", remedy="Leave it"
+        )
+    return found
+
+
+def _find_score_row(config: dict[str, Any], processor: Processor) -> int | None:
+    """Of a folder whose head is one row, as classifiers have it: the id of the word that row speaks for."""
+    if not (config.get("architectures") or [""])[0].endswith("ForSequenceClassification"):
+        return None
+    return processor.word(config["id2label"]["0"])
 
 
 def _make_buffers(hf: nn.Module) -> None:

@@ -89,7 +89,9 @@ class TowerFeatures:
         tower.eval()
         try:
             call = _cast_call(tower, self.cast) if self.cast is not None else None
-            return encode_pictures(tower, pixels.to(owner.device), grids, owner.spec, call=call)
+            return encode_pictures(
+                tower, pixels.to(owner.device), grids, owner.spec, attention=owner.attention, call=call
+            )
         finally:
             tower.train(training)
 

@@ -68,6 +68,7 @@ class LitchiModel(nn.Module):
         words: (yes, no) ids for rerank, None for chat.
         score_loss: (scores, targets, groups) -> loss sum, for rerank.
         always_vision: call the tower in every batch, because ranks must run the same collectives.
+        attention: what computes attention, by `model.attention`.
     """
 
     def __init__(
@@ -79,11 +80,12 @@ class LitchiModel(nn.Module):
         words: tuple[int, int] | None = None,
         score_loss: ScoreLoss | None = None,
         always_vision: bool = False,
+        attention: str = "auto",
     ):
         super().__init__()
         self.hf = hf
         self.family, self.spec, self.words, self.score_loss = family, spec, words, score_loss
-        self.always_vision = always_vision
+        self.always_vision, self.attention = always_vision, attention
         self.computes_on: torch.device | None = None
         self.shares = Shares()
         self.features: TowerFeatures | None = None  # where those of a frozen tower are kept
@@ -144,7 +146,7 @@ class LitchiModel(nn.Module):
             position_ids=batch.positions.to(self.device)[:, None],
             attention_mask=None,
             use_cache=False,
-            plan=plan,
+            plan=plan.choose(self.attention),
         ).last_hidden_state[0]
         return found[batch.rows.to(self.device)] if needed and not self.leaves_out else found
 
@@ -204,9 +206,9 @@ class LitchiModel(nn.Module):
         """
         tower = part(self.hf, self.family.vision)
         if grids:
-            return encode_pictures(tower, pixels.to(self.device), grids, self.spec)
+            return encode_pictures(tower, pixels.to(self.device), grids, self.spec, attention=self.attention)
         blank, grid = blank_picture(self.spec, self.device)
-        return encode_pictures(tower, blank, [grid], self.spec)[:0]
+        return encode_pictures(tower, blank, [grid], self.spec, attention=self.attention)[:0]
 
     def token_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Sum of the cross entropy of each row. hidden [R, hidden], targets [R] -> []"""

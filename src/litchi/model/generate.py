@@ -6,7 +6,7 @@ prompts are read. Keys and values are kept per sequence; positions go on from th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,24 +93,54 @@ def generate_greedy(
     Returns:
         One Generation per prompt, in order.
     """
+    prompts = 0 if not batch.samples else len(batch.spans)
+    answers: list[list[int]] = [[] for _ in range(prompts)]
+    finished = [False] * prompts
+    limits = [max_new_tokens] * prompts
+    for tokens in stream_greedy(model, batch, stop=stop, limits=limits, room=max_new_tokens, anyone_alive=anyone_alive):
+        for s, token in tokens:
+            finished[s] = token is None
+            answers[s] += [] if token is None else [token]
+    return [Generation(ids, done) for ids, done in zip(answers, finished, strict=True)]
+
+
+@torch.no_grad()
+def stream_greedy(
+    model: LitchiModel,
+    batch: Batch,
+    *,
+    stop: Sequence[int],
+    limits: Sequence[int],
+    room: int,
+    anyone_alive: Callable[[bool], bool] = lambda alive: alive,
+    dropped: Container[int] = (),
+) -> Iterator[list[tuple[int, int | None]]]:
+    """The same token by token: after each pass the (prompt, token) it gave, None where a stop token ended the answer.
+
+    Args:
+        limits: tokens of each prompt's answer at most.
+        room: tokens of the longest answer of all ranks.
+        dropped: prompts that nobody waits for any more; looked at before each pass.
+    """
     device = model.device
     prompts = 0 if not batch.samples else len(batch.spans)
-    cache = KeyValueCache(batch.spans, max_new_tokens)
+    cache = KeyValueCache(batch.spans, room)
     hidden = model.hidden(batch, cache=cache)
     cache.decoding = True
     ends = torch.tensor([end - 1 for _, end, _ in batch.spans], device=device)
     positions = torch.stack([batch.positions[:, a:b].max() + 1 for a, b, _ in batch.spans]).to(device)
-    answers: list[list[int]] = [[] for _ in batch.spans]
-    done = [s >= prompts for s in range(len(batch.spans))]
+    left = [*limits, *[0] * (len(batch.spans) - prompts)]
     tokens = _best(model, hidden[ends])
     alive = torch.arange(len(batch.spans), device=device)
-    for _ in range(max_new_tokens):
+    while True:
+        said: list[tuple[int, int | None]] = []
         for s, token in zip(alive.tolist(), tokens.tolist(), strict=True):
-            if token in stop:
-                done[s] = True
-            elif not done[s]:
-                answers[s].append(token)
-        live = [s for s in range(len(batch.spans)) if not done[s] and len(answers[s]) < max_new_tokens]
+            if left[s]:
+                said.append((s, None if token in stop else token))
+                left[s] = 0 if token in stop else left[s] - 1
+        yield said
+        left = [0 if s in dropped else rest for s, rest in enumerate(left)]
+        live = [s for s, rest in enumerate(left) if rest]
         if not anyone_alive(bool(live)):
             break
         keep = live or [0]  # a rank that is done still takes part in the others' collectives
@@ -121,7 +151,6 @@ def generate_greedy(
         if live:
             cache.lengths[alive.cpu()] += 1
             positions[alive] += 1
-    return [Generation(answers[s], done[s]) for s in range(prompts)]
 
 
 def _best(model: LitchiModel, hidden: Tensor) -> Tensor:

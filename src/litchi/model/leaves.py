@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.autograd import Function
 from transformers.activations import SiLUActivation
 
 from litchi.model.attention import attend, run_backward, run_forward
-from litchi.model.family import Family, part
+from litchi.model.family import Family, has_part, part
 
 
 @dataclass(frozen=True)
@@ -129,24 +130,23 @@ class FusedAttention(Function):
 
     @staticmethod
     def forward(ctx, qkv, cos, sin, pieces, scale):
-        heads = qkv.shape[2]
-        turned = _rotate(qkv[:, :2].flatten(1, 2), cos, sin)
-        q, k = turned[:, :heads], turned[:, heads:]
-        out, lse = run_forward(q, k, qkv[:, 2], pieces, scale)
-        ctx.save_for_backward(turned, qkv, out, lse, cos, sin)
+        turned = qkv[:, :2].view(len(qkv), -1, qkv.shape[-1])  # nobody else reads it: it is turned where it lies
+        _rotate(turned, cos, sin, turned)
+        q, k, v = qkv.unbind(1)
+        out, lse = run_forward(q, k, v, pieces, scale)
+        ctx.save_for_backward(qkv, out, lse, cos, sin)
         ctx.pieces, ctx.scale = pieces, scale
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        turned, qkv, out, lse, cos, sin = ctx.saved_tensors
-        heads = qkv.shape[2]
-        whole, back = torch.empty_like(qkv), torch.empty_like(turned)
-        into = back[:, :heads], back[:, heads:], whole[:, 2]
-        q, k = turned[:, :heads], turned[:, heads:]
-        run_backward(grad, q, k, qkv[:, 2], out, lse, ctx.pieces, ctx.scale, into)
-        _rotate(back, cos, -sin, whole[:, :2].flatten(1, 2))
-        return whole, None, None, None, None
+        qkv, out, lse, cos, sin = ctx.saved_tensors
+        back = torch.empty_like(qkv)
+        q, k, v = qkv.unbind(1)
+        run_backward(grad, q, k, v, out, lse, ctx.pieces, ctx.scale, back.unbind(1))
+        turned = back[:, :2].view(len(qkv), -1, qkv.shape[-1])
+        _rotate(turned, cos, -sin, turned)
+        return back, None, None, None, None
 
 
 class VisionAttention(nn.Module):
@@ -219,6 +219,23 @@ class NeededRows(nn.Module):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
+def compile_blocks(hf: nn.Module, family: Family) -> None:
+    """Have torch.compile fuse what lies around attention in every block that is here; before sharding.
+
+    Attention stays as it is: its plan changes with every batch, and each would be compiled anew. So does the layer
+    that is computed at some rows alone.
+    """
+    blocks = list(part(hf, family.language_layers).children())
+    if has_part(hf, family.vision):
+        blocks += part(hf, family.vision_blocks).children()
+    for block in blocks:
+        if not leaves_out_rows(block):
+            for module in block.children():
+                if isinstance(module, VisionAttention | LanguageAttention):
+                    module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+            block.compile(dynamic=True)
+
+
 def leaves_out_rows(layer: nn.Module) -> bool:
     """Whether a decoder layer gives the rows of its plan alone."""
     return isinstance(layer, NeededRows)
@@ -275,19 +292,45 @@ class Gate(Function):
     @staticmethod
     def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
-        out = torch.empty_like(gate)
-        for g, u, o in _in_rows(gate, up, out):
-            torch.mul(F.silu(g), u, out=o)
-        return out
+        return _combine(gate, up)
 
     @staticmethod
     def backward(ctx, grad):
-        gate, up = ctx.saved_tensors
-        of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
-        for d, g, u, x, y in _in_rows(grad, gate, up, of_gate, of_up):
-            torch.ops.aten.silu_backward.grad_input(d * u, g, grad_input=x)
-            torch.mul(F.silu(g), d, out=y)
-        return of_gate, of_up
+        return _combine_backward(grad, *ctx.saved_tensors)
+
+
+class GateDown(Function):
+    """The same and the linear layer behind it, whose input is computed again too: [T, width] -> [T, hidden]."""
+
+    @staticmethod
+    def forward(ctx, gate, up, weight, bias):
+        ctx.save_for_backward(gate, up, weight)
+        return F.linear(_combine(gate, up), weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up, weight = ctx.saved_tensors
+        flat = grad.flatten(0, -2)
+        of_weight = flat.t() @ _combine(gate, up).flatten(0, -2) if ctx.needs_input_grad[2] else None
+        of_bias = flat.sum(0) if ctx.needs_input_grad[3] else None
+        if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
+            return None, None, of_weight, of_bias
+        return *_combine_backward(grad @ weight, gate, up), of_weight, of_bias
+
+
+def _combine(gate: Tensor, up: Tensor) -> Tensor:
+    out = torch.empty_like(gate)
+    for g, u, o in _in_rows(gate, up, out):
+        torch.mul(F.silu(g), u, out=o)
+    return out
+
+
+def _combine_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+    for d, g, u, x, y in _in_rows(grad, gate, up, of_gate, of_up):
+        torch.ops.aten.silu_backward.grad_input(d * u, g, grad_input=x)
+        torch.mul(F.silu(g), d, out=y)
+    return of_gate, of_up
 
 
 def _in_rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -307,7 +350,23 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.intermediate_size < WIDE:
             return super().forward(x)  # type: ignore[misc]
-        return self.down_proj(Gate.apply(self.gate_proj(x).contiguous(), self.up_proj(x).contiguous()))
+        gate, up = self.gate_proj(x).contiguous(), self.up_proj(x).contiguous()
+        down = self.down_proj
+        if gate.is_cuda:
+            return down(liger_gate().apply(gate, up))
+        if type(down) is nn.Linear and type(down.weight.data) is Tensor and down.weight.dtype == gate.dtype:
+            return GateDown.apply(gate, up, down.weight, down.bias)
+        return down(Gate.apply(gate, up))
+
+
+@cache
+def liger_gate() -> type[Function]:
+    """On CUDA both passes as one kernel each, where liger-kernel is installed."""
+    if find_spec("liger_kernel") is None:
+        return Gate
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return LigerSiLUMulFunction
 
 
 # role of a class (`Family.roles`) -> its leaf, and the switch it hangs on

@@ -40,13 +40,18 @@ def quantize_language(hf: nn.Module, family: Family) -> None:
             module.prepare()  # type: ignore[operator]
 
 
+def bitsandbytes_functions() -> Any:
+    """Its functional module, or MachineError where it is not installed."""
+    return _library().functional
+
+
 def _library() -> Any:
     """bitsandbytes: importing it takes seconds, so it happens where a layer is in 4 bits."""
     try:
         import bitsandbytes
     except ImportError as error:
         raise MachineError(
-            "model.quantize=nf4", why="bitsandbytes is not installed", remedy="pip install 'litchi[quant]'"
+            "weights in nf4", why="bitsandbytes is not installed", remedy="pip install 'litchi[quant]'"
         ) from error
     return bitsandbytes
 

@@ -33,7 +33,12 @@ class Piece:
 
 
 class Pieces(list[Piece]):
-    """The pieces of one forward, which all its layers walk, with what is worked out of them once."""
+    """The pieces of one forward, which all its layers walk, with what is worked out of them once.
+
+    `kernel` is `model.attention`: what computes them (`model/kernels.py`).
+    """
+
+    kernel = "auto"
 
     @cached_property
     def tiled(self) -> int:
@@ -71,6 +76,13 @@ class Plan:
     sequence: Any = field(default=None, repr=False)
     rows: Tensor | None = None
     last: Sequence[Piece] | None = None
+
+    def choose(self, kernel: str) -> Plan:
+        """Have all pieces computed by what `model.attention` says."""
+        for pieces in (self.full, self.window, self.last):
+            if isinstance(pieces, Pieces):
+                pieces.kernel = kernel
+        return self
 
 
 def span_pieces(spans: Sequence[Span]) -> Pieces:

@@ -111,6 +111,7 @@ def encode_pictures(
     grids: Sequence[Grid],
     spec: VisionSpec,
     *,
+    attention: str = "auto",
     call: Callable[..., Any] | None = None,
 ) -> Tensor:
     """One call of the tower for all pictures.
@@ -118,12 +119,14 @@ def encode_pictures(
     Args:
         pixels: uint8 as `normalise_patches` takes them.
         grids: of each picture, in patches.
+        attention: what computes it, by `model.attention`.
         call: is called instead of the tower, with its arguments.
 
     Returns:
         Features [N, hidden] in the pictures' own token order.
     """
     layout = vision_layout(grids, spec)
+    pixels = _narrow(pixels, spec)
     device = pixels.device
     count = len(pixels)
     # one chunk: transformers splits q, k, v by these lengths in Python, and the plan knows the pieces
@@ -139,9 +142,19 @@ def encode_pictures(
         position_ids=layout.coordinates.to(device),
         cu_seqlens=whole,
         max_seqlen=count,
-        plan=layout.plan,
+        plan=layout.plan.choose(attention),
         **windows,
     ).pooler_output
+
+
+def _narrow(pixels: Tensor, spec: VisionSpec) -> Tensor:
+    """One frame of each patch where no patch's frames differ: a still picture is the same to the tower beside a video
+    as alone."""
+    if pixels.shape[-1] == 3 * spec.patch**2:
+        return pixels
+    frames = pixels.view(len(pixels), 3, spec.temporal, -1)
+    first = frames[:, :, :1]
+    return first.flatten(1) if torch.equal(frames, first.expand_as(frames)) else pixels
 
 
 def blank_picture(spec: VisionSpec, device: torch.device) -> tuple[Tensor, Grid]:

@@ -7,7 +7,7 @@ the files and copies its own shards, so that no rank ever holds more than what i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,31 +21,41 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from litchi.errors import UsageError
+from litchi.model.compressed import NF4_STATE, find_packed, packed_shape, unpack
 from litchi.model.quantize import NF4Linear
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
+SCORE = "score.weight"  # the one row of a classifier
 Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a parameter lies: the file and its key there."""
+    """Where a parameter lies: the file and its key there.
+
+    Args:
+        parts: (name, file, key) of each tensor that stands for it, where it is held in fewer bits.
+        row: the row of the head that a classifier's one row becomes; the others are zero.
+    """
 
     file: Path
     key: str
+    parts: tuple[tuple[str, Path, str], ...] = ()
+    row: int | None = None
 
 
 # ------------------------------------------------------------------------------------------------- headers and names
 
 
-def match_weights(hf: Any, folder: Path) -> dict[str, Source]:
+def match_weights(hf: Any, folder: Path, *, score_row: int | None = None) -> dict[str, Source]:
     """Find every parameter of a class in the files, by their headers alone.
 
     Args:
         hf: the whole model as its class makes it, on the meta device, tied where its config says so. It is untied
             where the files hold two different tensors.
         folder: with model.safetensors, or with shards and their index.
+        score_row: of a classifier, the id of the word its `score.weight` speaks for.
 
     Raises:
         UsageError: unreadable files, or tensors that are missing, unexpected or of another shape, with counts.
@@ -58,15 +68,21 @@ def match_weights(hf: Any, folder: Path) -> dict[str, Source]:
     expected = hf.state_dict()
     found: dict[str, Source] = {}
     odd = SimpleNamespace(missing_keys=set(), unexpected_keys=set(), mismatched_keys=set())
-    for file in _find_files(folder):
-        for key, shape in read_header(file, folder).items():
-            name, _ = rename_source_key(key, renamings, [], hf.base_model_prefix, expected)
-            if name not in expected:
-                odd.unexpected_keys.add(name)
-                continue
-            found[name] = Source(file, key)
-            if tuple(expected[name].shape) != shape:
-                odd.mismatched_keys.add(f"{name}, which is {shape} and should be {tuple(expected[name].shape)}")
+    headers = {key: (file, s) for file in _find_files(folder) for key, s in read_header(file, folder).items()}
+    if score_row is not None:
+        head = "lm_head.weight"
+        _untie(hf, head)
+        file, _ = headers.pop(SCORE, (folder, None))
+        if file.is_file():
+            found[head] = Source(file, SCORE, row=score_row)
+    for source, shape in _join_parts(headers):
+        name, _ = rename_source_key(source.key, renamings, [], hf.base_model_prefix, expected)
+        if name not in expected:
+            odd.unexpected_keys.add(name)
+            continue
+        found[name] = source
+        if tuple(expected[name].shape) != shape:
+            odd.mismatched_keys.add(f"{name}, which is {shape} and should be {tuple(expected[name].shape)}")
     _settle_ties(hf, found)
     odd.missing_keys = expected.keys() - found.keys()
     hf._adjust_missing_and_unexpected_keys(odd)  # buffers that older versions wrote are no surprise
@@ -100,24 +116,43 @@ def _unreadable(folder: Path, why: str) -> UsageError:
     return UsageError("the weights could not be read", where=folder, why=why)
 
 
+def _join_parts(headers: dict[str, tuple[Path, tuple[int, ...]]]) -> Iterator[tuple[Source, tuple[int, ...]]]:
+    """Every tensor of the files, those that stand for one weight together, under the weight's key."""
+    packed = find_packed(headers)
+    part_keys = {layer + name for layer, names in packed.items() for name in names}
+    for key, (file, shape) in headers.items():
+        if key not in part_keys:
+            yield Source(file, key), shape
+    for layer, names in packed.items():
+        parts = tuple((name, headers[layer + name][0], layer + name) for name in sorted(names))
+        small = {"weight_shape", NF4_STATE} & names or {"weight"}
+        shape = packed_shape({name: _read_key(file, key) for name, file, key in parts if name in small})
+        yield Source(parts[0][1], f"{layer}weight", parts), shape
+
+
 def _settle_ties(hf: Any, found: dict[str, Source]) -> None:
     """Tied weights need one source; files that hold two different tensors have the last word over the config."""
     for target, source in list(hf.all_tied_weights_keys.items()):
         if target in found and source in found:
-            if not torch.equal(*(_read_whole(found[name]) for name in (target, source))):
-                owner, _, name = target.rpartition(".")
-                parameter = hf.get_parameter(target)
-                setattr(hf.get_submodule(owner), name, nn.Parameter(torch.empty_like(parameter)))
-                del hf.all_tied_weights_keys[target]
+            if not torch.equal(*(_read_key(found[name].file, found[name].key) for name in (target, source))):
+                _untie(hf, target)
         elif target in found:
             found[source] = found[target]
         elif source in found:
             found[target] = found[source]
 
 
-def _read_whole(source: Source) -> Tensor:
-    with safe_open(source.file, framework="pt") as opened:
-        return opened.get_tensor(source.key)
+def _untie(hf: Any, name: str) -> None:
+    """Give a tied weight a parameter of its own."""
+    if name in hf.all_tied_weights_keys:
+        owner, _, key = name.rpartition(".")
+        setattr(hf.get_submodule(owner), key, nn.Parameter(torch.empty_like(hf.get_parameter(name))))
+        del hf.all_tied_weights_keys[name]
+
+
+def _read_key(file: Path, key: str) -> Tensor:
+    with safe_open(file, framework="pt") as opened:
+        return opened.get_tensor(key)
 
 
 def _refuse(odd: SimpleNamespace, folder: Path) -> None:
@@ -154,11 +189,21 @@ def load_weights(hf: nn.Module, folder: Path, device: torch.device) -> None:
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
 
+        def open_file(file: Path) -> Any:
+            if file not in opened:
+                opened[file] = stack.enter_context(safe_open(file, framework="pt"))
+            return opened[file]
+
         def read(name: str, wanted: Slices) -> Tensor:
             source = sources[plain_name(name)]
-            if source.file not in opened:
-                opened[source.file] = stack.enter_context(safe_open(source.file, framework="pt"))
-            return opened[source.file].get_slice(source.key)[wanted]
+            if source.parts:
+                return unpack({part: open_file(file).get_tensor(key) for part, file, key in source.parts})[wanted]
+            if source.row is not None:
+                row = open_file(source.file).get_tensor(source.key)
+                head = row.new_zeros(hf.get_input_embeddings().num_embeddings, row.shape[1])  # type: ignore[operator]
+                head[source.row] = row[0]
+                return head[wanted]
+            return open_file(source.file).get_slice(source.key)[wanted]
 
         fill_parameters(hf, device, read, lambda name: not is_adapter_tensor(name))
     lost = [name for name, buffer in hf.named_buffers() if buffer.is_meta]

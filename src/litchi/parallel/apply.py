@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from litchi.dist import Ranks
 from litchi.model.family import has_part, part
 from litchi.model.forward import LitchiModel, Output
+from litchi.model.leaves import compile_blocks
 from litchi.model.quantize import count_weights
 from litchi.parallel.collectives import Group
 from litchi.parallel.encoder import Encoder, RemotePictures, keep_part, list_receivers
@@ -178,6 +179,7 @@ def apply_parallel(
     tied: bool = False,
     offload: bool = False,
     whole_tower: bool = False,
+    compiled: bool = False,
     fill: Callable[[], None] | None = None,
 ) -> Wrapped:
     """Wrap the owner. Its trainable parts are set and adapters are in place.
@@ -192,6 +194,7 @@ def apply_parallel(
         offload: keep shards, gradients and optimizer state in the machine's memory (FSDP2).
         whole_tower: keep the vision tower, which is frozen, whole on each rank: it is called where features are not
             kept yet, which may be on one rank alone.
+        compiled: fuse what lies around attention (`model/leaves.py`).
         fill: gives the parameters that are left their values, on this rank's device.
     """
     wrapped = Wrapped(owner, owner, layout, ranks.rank, precision, weights=count_weights(owner.hf))
@@ -203,6 +206,8 @@ def apply_parallel(
     owner.always_vision = not (layout.vision_ranks or whole_tower) and _always_vision(owner, layout)
     if layout.vision_ranks:
         _part_vision(wrapped, ranks)
+    if compiled:
+        compile_blocks(owner.hf, owner.family)
     if layout.ranks > 1:
         mesh = find_mesh(layout, ranks.device.type)  # made by all ranks, also by vision ranks, which are not in it
         if wrapped.encoder is None:

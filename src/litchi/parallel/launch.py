@@ -1,19 +1,39 @@
-"""Start the ranks of this machine with torch's elastic launcher and hand their exit status on; join them as one."""
+"""Start the ranks of this machine, watch over them, start them again where that helps; join them as one.
+
+The launcher holds the store at which its ranks meet, as torchrun's agent does and in the same variables, so the ranks
+need not know which of the two started them. Each rank is a process with a session of its own.
+"""
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import json
 import os
 import signal
+import socket
+import subprocess
 import sys
-import uuid
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING
 
-from litchi.errors import StoppedError, UserError
+from litchi.data.orphans import end_with_parent
+from litchi.errors import MachineError, RestartError, StoppedError, UserError
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
     from litchi.dist import Ranks
+
+LAUNCHER = "LITCHI_LAUNCHER"  # process id of ours; ranks of other launchers do not have it
+RESTARTS = "LITCHI_RESTARTS"  # what ended earlier starts of these ranks, for the journal
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+LOOK_S = 0.1
+GRACE_S = 5.0  # for the other ranks when one has failed
+STOP_S = 20.0  # for the other ranks when one has stopped and saved
+LONGEST_S = 60.0
 
 
 def launched() -> bool:
@@ -21,6 +41,11 @@ def launched() -> bool:
     from litchi.dist import slurm_variables
 
     return "WORLD_SIZE" in os.environ or bool(slurm_variables(os.environ))
+
+
+def supervised() -> bool:
+    """Whether a launcher of ours watches over this rank: it says how a run was stopped, and starts ranks again."""
+    return LAUNCHER in os.environ
 
 
 def default_procs() -> int:
@@ -49,56 +74,264 @@ def _parent_command() -> list[str]:
         return []
 
 
-def run_ranks(arguments: Sequence[str], procs: int) -> int:
-    """Run `litchi ARGUMENTS` on `procs` ranks and wait.
+# --------------------------------------------------------------------------------------------------------- decisions
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A rank that has ended, with its status, or minus the number of the signal that ended it."""
+
+    rank: int
+    status: int
+
+    @property
+    def again(self) -> bool:
+        """Whether a new start may help: it was killed, or asked for it."""
+        return self.status < 0 or self.status == RestartError.status
+
+    @property
+    def weight(self) -> int:
+        """Of several that are found at once the heaviest is the cause: an error, a kill, a stop."""
+        if self.again:
+            return 2
+        return {0: 0, StoppedError.status: 1}.get(self.status, 3)
+
+    def __str__(self) -> str:
+        if self.status < 0:
+            return f"rank {self.rank} was ended by {signal.Signals(-self.status).name}"
+        return f"rank {self.rank} asked for a new start"
+
+
+@dataclass
+class Budget:
+    """How often ranks may start again without having come further in between.
+
+    Args:
+        allowed: `train.restarts`.
+        reached: step of the newest checkpoint at the last start; a later one renews the budget.
+    """
+
+    allowed: int
+    reached: int
+    used: int = 0
+
+    def take(self, newest: int) -> float | None:
+        """Use one restart; returns the seconds to wait before it, or None where all are used up."""
+        if newest > self.reached:
+            self.reached, self.used = newest, 0
+        if self.used >= self.allowed:
+            return None
+        self.used += 1
+        return min(LONGEST_S, 2.0 ** (self.used - 1))
+
+
+# ------------------------------------------------------------------------------------------------------------- ranks
+
+
+class RunningRanks:
+    """The ranks of one start. On leaving, all that were started are gone, with what they have started."""
+
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen] = []
+
+    def start(self, arguments: Sequence[str], env: Mapping[str, str], procs: int) -> None:
+        """Start `litchi ARGUMENTS` on so many ranks."""
+        for rank in range(procs):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = [sys.executable, "-m", "litchi", *arguments]
+            self.processes.append(subprocess.Popen(command, env={**env, **own}, start_new_session=True))
+
+    def send(self, number: int) -> None:
+        """Send a signal to the ranks that are left."""
+        for process in self.processes:
+            process.send_signal(number)
+
+    def worst(self) -> Ended | None:
+        """The rank that has ended worst so far; None where all that have ended did so well."""
+        ended = [Ended(rank, p.returncode) for rank, p in enumerate(self.processes) if p.poll()]
+        return max(ended, key=lambda one: one.weight, default=None)
+
+    def wait(self) -> Ended | None:
+        """Wait until all have ended: the first that ends badly ends the others. Returns it, or None."""
+        first, until = None, 0.0
+        while any(process.poll() is None for process in self.processes):
+            if first is None and (first := self.worst()):
+                until = time.monotonic() + (STOP_S if first.status == StoppedError.status else GRACE_S)
+                self.send(signal.SIGTERM)
+            if first is not None and time.monotonic() > until:
+                self.kill()
+            time.sleep(LOOK_S)
+        return first or self.worst()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    def __enter__(self) -> RunningRanks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+        for process in self.processes:
+            process.wait()
+
+
+class Told:
+    """While it is open, a signal to the launcher is one to its ranks: the first lets them save, a second kills them."""
+
+    def __init__(self) -> None:
+        self.by: signal.Signals | None = None
+        self.ranks: RunningRanks | None = None
+
+    def __enter__(self) -> Told:
+        ours = [n for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]  # as nohup has told it to
+        self._before = {number: signal.signal(number, self._pass_on) for number in ours}
+        return self
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        if self.ranks is not None:
+            again = self.by is not None and number == signal.SIGINT
+            self.ranks.kill() if again else self.ranks.send(signal.SIGTERM)
+        self.by = self.by or signal.Signals(number)
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def wait(self, seconds: float) -> None:
+        """Wait so long, or until a signal comes."""
+        until = time.monotonic() + seconds
+        while self.by is None and time.monotonic() < until:
+            time.sleep(LOOK_S)
+
+
+def run_ranks(arguments: Sequence[str], procs: int, *, restarts: int = 0, newest: Callable[[], int] = lambda: 0) -> int:
+    """Run `litchi ARGUMENTS` on `procs` ranks and wait; start them again when one was killed or asked for it.
+
+    Args:
+        restarts: how often without a new checkpoint in between.
+        newest: the step of the newest checkpoint, from which a new start goes on; 0: there is none.
 
     Returns:
         The exit status of the rank that failed first, or 0.
 
     Raises:
-        UserError: a rank was ended by a signal, so that it could say nothing; StoppedError: this process was.
+        UserError: a rank was ended by a signal, so that it could say nothing, and may not start again;
+            StoppedError: this process was told to stop, or a rank was.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    budget, made = Budget(restarts, newest()), []
+    with Told() as told:
+        while told.by is None:
+            store = _open_store()  # a new one, which knows nothing of the ranks before
+            with RunningRanks() as ranks:
+                told.ranks = ranks
+                ranks.start(arguments, _environment(procs, store, made), procs)
+                if told.by is not None:  # while they were started
+                    ranks.send(signal.SIGTERM)
+                ended = ranks.wait()
+            del store
+            if ended is None:
+                return 0
+            stopped = ended.status == StoppedError.status
+            if not (stopped or ended.again):
+                return ended.status
+            step = newest()
+            if stopped or told.by is not None:
+                raise _stopped(told.by, step)
+            pause = budget.take(step)
+            if pause is None:
+                return _give_up(ended, budget)
+            made.append({"step": step + 1, "rank": ended.rank, "status": ended.status, "attempt": budget.used})
+            print(
+                f"{ended}; going on from step {step + 1} in {pause:.0f} s (restart {budget.used} of {restarts})",
+                file=sys.stderr,
+                flush=True,
+            )
+            told.wait(pause)
+    raise _stopped(told.by, newest())
 
-    for name in ("torch.distributed", "torch.distributed.elastic"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # the ranks speak for themselves
-    if procs > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if not _has_network():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=procs,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # a free port
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
+
+def _stopped(by: signal.Signals | None, step: int) -> StoppedError:
+    name = "a signal to a rank" if by is None else by.name
+    where = f"the newest checkpoint is of step {step}" if step else None
+    return StoppedError(f"stopped by {name}", where=where, remedy="The same command resumes")
+
+
+def _give_up(ended: Ended, budget: Budget) -> int:
+    """Say that all restarts are used up. The status of a rank that has said itself what is wrong."""
+    tried = f", {budget.used + 1} times without a new checkpoint in between" if budget.used else ""
+    if ended.status > 0 and not tried:
+        return MachineError.status
+    if ended.status > 0:
+        raise MachineError(f"{ended}{tried}", remedy="What it said stands above; the same command goes on")
+    raise UserError(
+        f"{ended}{tried}",
+        why="mostly the system does that when memory runs out",
+        remedy="Lower train.micro_batch_tokens, start fewer ranks, and look at the system's log",
     )
+
+
+def _open_store() -> TCPStore:
+    """The store at which ranks meet, on a free port, or on the one that MASTER_PORT names."""
+    from torch.distributed import TCPStore
+
+    from litchi.dist import explain_port
+
+    adopted = "ACCELERATE_MIXED_PRECISION" in os.environ  # which names one port for all runs
+    port = 0 if adopted else int(os.environ.get("MASTER_PORT", 0))
+    with explain_port("localhost", port):
+        return TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+
+
+def _environment(procs: int, store: TCPStore, made: Sequence[Mapping[str, int]]) -> dict[str, str]:
+    """torchrun's variables, and ours."""
+    env = dict(os.environ)
+    if procs > 1:
+        env.setdefault("OMP_NUM_THREADS", "1")
+    if not _has_network():
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return {
+        **env,
+        "WORLD_SIZE": str(procs),
+        "LOCAL_WORLD_SIZE": str(procs),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(len(made)),
+        LAUNCHER: str(os.getpid()),
+        RESTARTS: json.dumps(made),
+    }
+
+
+def _has_network() -> bool:
+    """Whether this machine's own name can be reached; gloo would look for its address by it."""
     try:
-        elastic_launch(config, sys.executable)("-m", "litchi", *arguments)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode > 0:
-            return failure.exitcode
-        raise UserError(
-            f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}",
-            why="mostly the system does that when memory runs out",
-            remedy="Lower train.micro_batch_tokens, start fewer ranks, and look at the system's log",
-        ) from None
-    except SignalException as error:  # the ranks got it too, saved what they had, and said so
-        raise StoppedError(f"stopped by {error.sigval.name}", remedy="The same command resumes") from None
-    return 0
+        socket.getaddrinfo(socket.gethostname(), None)
+        return True
+    except OSError:
+        return False
+
+
+# ------------------------------------------------------------------------------------------------------- in the rank
+
+
+def follow_launcher() -> None:
+    """End with the launcher: ours, or torchrun's agent. What is left then cannot meet any more."""
+    if supervised():
+        end_with_parent(int(os.environ[LAUNCHER]))
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(os.getppid())
+
+
+def earlier_starts() -> list[dict[str, int]]:
+    """What ended earlier starts of these ranks, and from which step each went on."""
+    return json.loads(os.environ.get(RESTARTS, "[]"))
 
 
 def join_ranks() -> Ranks:
     """Become one of the ranks a launcher started, or the only one, on the cores next to its GPU."""
-    import socket
-
     from litchi.dist import gather_objects, start_ranks
     from litchi.parallel.numa import pin_cores
 
@@ -106,14 +339,3 @@ def join_ranks() -> Ranks:
     host = socket.gethostname()
     pin_cores(ranks.device, local_rank=ranks.local_rank, local_world=gather_objects(host).count(host))
     return ranks
-
-
-def _has_network() -> bool:
-    """Whether this machine's own name can be reached; gloo would look for its address by it."""
-    import socket
-
-    try:
-        socket.getaddrinfo(socket.gethostname(), None)
-        return True
-    except OSError:
-        return False

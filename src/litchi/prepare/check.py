@@ -1,63 +1,136 @@
 """`litchi data check`: every row parsed, every picture decoded, every token counted, before a run is paid for.
 
-In: a JSONL file and settings. Out: findings (file, line, severity, code, message) and totals, as the JSON answer.
+In: files and settings. Out: findings (file, line, severity, code, message) and totals, as the JSON answer; the usable
+rows as a file. An error is a row that cannot be used as it is; a warning is a row that is used as it stands.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from litchi.batch.loader import Corpus
-from litchi.batch.sources import index_sources
-from litchi.config import Config
+from litchi.batch.index import ScanRules
+from litchi.batch.sources import make_renderer
+from litchi.config import Config, DataSource
+from litchi.data.jsonl import Lines, read_offsets
 from litchi.data.processor import Processor
-from litchi.errors import UsageError
+from litchi.data.render import Renderer
+from litchi.prepare.leakage import find_leaks, find_repeats
+from litchi.prepare.lines import create, fit_row
+from litchi.prepare.scan import Facts, count_workers, scan_file
 from litchi.train.progress import count_progress
 from litchi.types import Finding
 
-MEDIA_KEYS = {"image", "images", "video", "videos", "image_url"}  # what stands under these in a row is media
+SHOWN = 50  # findings of a kind that people are shown
+HISTOGRAMS = ("tokens", "picture sides", "modalities")
 
 
-def check_files(config: Config, processor: Processor) -> Corpus:
-    """Scan the files of `data.train` whole, with a progress bar."""
-    return index_sources(config, config.data.train, processor, progress=lambda name: count_progress(f"checking {name}"))
+@dataclass(frozen=True)
+class Checked:
+    """A file that was looked at; `findings` are in the order of its lines."""
+
+    lines: Lines
+    renderer: Renderer
+    facts: Facts
+    findings: tuple[Finding, ...]
+
+    @property
+    def path(self) -> str:
+        return self.lines.path
+
+    @property
+    def usable(self) -> int:
+        return len(self.facts.row)
 
 
-def check_report(corpus: Corpus) -> dict[str, Any]:
-    """The JSON answer of the contract."""
-    indexes = corpus.sources
-    patch_pixels = corpus.renderers[0].processor.vision.patch ** 2
-    empty = [Finding(i.path, 0, "error", "no_usable_row", "no row can be used") for i in indexes if not i.rows]
+def check_files(config: Config, processor: Processor) -> tuple[Checked, ...]:
+    """Look at the files of `data.train` whole, with a progress bar, and compare them with each other and `data.eval`.
+
+    Only findings on `data.train` are returned: the files of `data.eval` are what they are compared with.
+    """
+    compare = len(config.data.train) + len(config.data.eval) > 1
+    files = [_check_file(source, config, processor, compare) for source in config.data.train]
+    against = [_check_file(source, config, processor, compare) for source in config.data.eval]
+    found: list[list[Finding]] = [[] for _ in files]
+    for earlier, later in combinations(range(len(files)), 2):
+        found[later] += _leaks(files[later], files[earlier])
+    for number, file in enumerate(files):
+        found[number] += [finding for other in against for finding in _leaks(file, other)]
+    return tuple(
+        replace(file, findings=tuple(sorted([*file.findings, *more], key=lambda f: f.line)))
+        for file, more in zip(files, found, strict=True)
+    )
+
+
+def _leaks(file: Checked, other: Checked) -> list[Finding]:
+    return find_leaks(file.lines, file.facts, other.lines, other.facts)
+
+
+def _check_file(source: DataSource, config: Config, processor: Processor, compare: bool) -> Checked:
+    lines = read_offsets(source.path)
+    renderer = make_renderer(config, processor, source.path)
+    facts, findings = scan_file(
+        lines,
+        renderer,
+        ScanRules(config.data.max_length, config.data.overlong, config.data.verify),
+        workers=count_workers(config.data.workers),
+        compare=compare,
+        progress=count_progress(f"checking {source.name}"),
+    )
+    findings += find_repeats(lines, facts)
+    if not len(facts.row):
+        findings.append(Finding(source.path, 0, "error", "no_usable_row", "no row can be used"))
+    return Checked(lines, renderer, facts, tuple(sorted(findings, key=lambda f: f.line)))
+
+
+def check_report(files: Sequence[Checked]) -> dict[str, Any]:
+    """The JSON answer of the contract, with histograms beside it."""
+    counts = sum((file.facts.counts for file in files), Counter())
     return {
-        "rows": sum(len(i.lines) for i in indexes),
-        "usable": sum(len(i.rows) for i in indexes),
-        "tokens": sum(i.tokens for i in indexes),
-        "pixels": sum(i.patches for i in indexes) * patch_pixels,
+        "rows": sum(len(file.lines) for file in files),
+        "usable": sum(file.usable for file in files),
+        "tokens": sum(int(file.facts.tokens.sum(dtype="int64")) for file in files),
+        "pixels": counts["pixels", "all"],
+        "histograms": {name: _histogram(counts, name) for name in HISTOGRAMS},
         "findings": [
             {"file": f.file, "line": f.line, "severity": f.severity, "code": f.code, "message": f.message}
-            for f in [*(f for i in indexes for f in i.findings), *empty]
+            for file in files
+            for f in file.findings
         ],
     }
 
 
+def _histogram(counts: Counter[tuple[str, str]], name: str) -> dict[str, int]:
+    """Bin -> how many; a bin of numbers is named by its upper end, which belongs to it."""
+    bins = {label: n for (kind, label), n in counts.items() if kind == name}
+    return {label: bins[label] for label in sorted(bins, key=lambda b: (int(b), b) if b.isdecimal() else (0, b))}
+
+
 def format_report(report: dict[str, Any]) -> str:
     """The same for people: one line per finding, totals, and counts per code."""
-    lines = [
-        f"{Path(f['file']).name}:{f['line']}: {f['severity']}: {f['code']}: {f['message']}" for f in report["findings"]
-    ]
-    counts = Counter((f["severity"], f["code"]) for f in report["findings"])
+    lines, counts = [], Counter()
+    for f in report["findings"]:
+        counts[f["severity"], f["code"]] += 1
+        if counts[f["severity"], f["code"]] <= SHOWN:
+            lines.append(f"{Path(f['file']).name}:{f['line']}: {f['severity']}: {f['code']}: {f['message']}")
+    if more := sum(max(0, n - SHOWN) for n in counts.values()):
+        lines.append(f"... and {more:,} more (--json has them all)")
     usable, rows, tokens, pixels = (report[key] for key in ("usable", "rows", "tokens", "pixels"))
     lines.append(f"{usable:,} of {rows:,} rows usable, {tokens:,} tokens, {pixels:,} pixels")
     lines += [f"  {n:,} x {severity}: {code}" for (severity, code), n in sorted(counts.items())]
+    for name, bins in report["histograms"].items():
+        up = "up to " if name != "modalities" else ""
+        shown = ", ".join(f"{up}{label}: {n:,}" for label, n in bins.items())
+        lines += [f"  {name}: {shown}"] if bins else []
     return "\n".join(lines)
 
 
-def write_clean(corpus: Corpus, out: Path, *, media_root: str | None) -> str:
+def write_clean(files: Sequence[Checked], out: Path, *, media_root: str | None) -> str:
     """Write the usable rows letter for letter, and say in a sentence what was written.
 
     Relative paths of media start from `media_root` or, without one, from the folder of the file that names them. So
@@ -67,59 +140,21 @@ def write_clean(corpus: Corpus, out: Path, *, media_root: str | None) -> str:
         UsageError: `out` exists, or its folder does not.
     """
     kept = moved = partly = 0
-    with _create(out) as file:
-        for index in corpus.sources:
-            home = os.path.dirname(os.path.abspath(index.path))
-            away = media_root is None and not os.path.samefile(home, out.parent)
-            hurt = {f.line for f in index.bad}
-            for row in index.rows:
-                raw = index.lines.read(row.line).rstrip(b"\r\n")
-                fitted = _move_media(raw, home, os.path.abspath(out.parent)) if away else raw
-                file.write(fitted + b"\n")
+    with create(out) as new:
+        for file in files:
+            hurt = {f.line for f in file.findings if f.severity == "error"}
+            for row in map(int, file.facts.row):
+                raw = file.lines.read(row).rstrip(b"\r\n")
+                fitted = fit_row(raw, file.path, out, media_root=media_root)
+                new.write(fitted + b"\n")
                 kept, moved = kept + 1, moved + (fitted != raw)
-                partly += index.source(row).line in hurt
+                partly += int(file.lines.numbers[row]) in hurt
     notes = []
     if moved:
         notes.append(f"in {moved:,} of them the paths of media were rewritten, because {out} lies in another folder")
     if partly:
         notes.append(f"{partly:,} of them still have documents that cannot be used (data.on_bad_media=skip)")
     return "; ".join([f"{kept:,} rows written to {out}", *notes])
-
-
-def _create(out: Path) -> BinaryIO:
-    try:
-        return out.open("xb")
-    except FileExistsError:
-        raise UsageError(f"{out} exists", why="nothing is overwritten", remedy="Name another file") from None
-    except OSError as error:
-        raise UsageError(f"{out} cannot be written", why=error.strerror, remedy="Name another file") from None
-
-
-def _move_media(raw: bytes, home: str, away: str) -> bytes:
-    """A row whose relative paths of media start from `away` instead of `home`; the same bytes where it has none."""
-    row = json.loads(raw.decode("utf-8-sig"))
-    moved = _moved(row, lambda path: os.path.relpath(os.path.join(home, path), away))
-    return raw if moved == row else json.dumps(moved, ensure_ascii=False).encode()
-
-
-def _moved(value: Any, move: Callable[[str], str]) -> Any:
-    """The same with the paths moved that stand where the reader of rows looks for media."""
-    if isinstance(value, list):
-        return [_moved(item, move) for item in value]
-    if not isinstance(value, dict):
-        return value
-    return {key: _moved_media(item, move) if key in MEDIA_KEYS else _moved(item, move) for key, item in value.items()}
-
-
-def _moved_media(value: Any, move: Callable[[str], str]) -> Any:
-    if isinstance(value, list):
-        return [_moved_media(item, move) for item in value]
-    if isinstance(value, dict):  # image_url: {"url": ...}
-        return {key: _moved_media(item, move) if key == "url" else item for key, item in value.items()}
-    if not isinstance(value, str) or value.startswith("data:"):
-        return value
-    path = value.removeprefix("file://")
-    return value if os.path.isabs(path) else move(path)
 
 
 def to_json(report: dict[str, Any]) -> str:

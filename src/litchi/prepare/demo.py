@@ -251,7 +251,7 @@ def write_settings(places: Places, size: Size) -> None:
 
 
 def check_data(places: Places) -> None:
-    """Scan the training data and print what `data check` prints. The training finds the scan in the cache."""
+    """Scan the training data and print what `data check` prints. The training need not decode the pictures again."""
     from litchi.config import load_config
     from litchi.data.processor import load_processor
     from litchi.model.build import resolve_model

@@ -165,8 +165,8 @@ def write_untied(folder: Path) -> None:
 
 
 def write_rows(folder: Path) -> None:
-    """Ten chat rows and ten groups: text alone, a picture, one shared by rows, in queries and in documents; and the
-    base with a head of its own."""
+    """Ten chat rows and ten groups: text alone, a picture, one shared by rows, in queries and in documents, a video in
+    two rows of each; and the base with a head of its own."""
     import numpy as np
     from PIL import Image
 
@@ -177,6 +177,9 @@ def write_rows(folder: Path) -> None:
         Image.fromarray(pixels).save(folder / f"{n}.png")
         names.append(f"{n}.png")
 
+    frames = [Image.fromarray(np.random.default_rng(9 + n).integers(0, 256, (56, 84), np.uint8)) for n in range(6)]
+    frames[0].save(folder / "film.gif", save_all=True, append_images=frames[1:], duration=500)
+
     def content(text: str, picture: str | None) -> dict[str, str]:
         return {"text": text} | ({"image": picture} if picture else {})
 
@@ -185,9 +188,11 @@ def write_rows(folder: Path) -> None:
     chat, rerank = [], []
     for n, picture in enumerate(seen):
         parts = ([{"type": "image", "image": picture}] if picture else []) + [{"type": "text", "text": f"What is {n}?"}]
+        film = {"video": "film.gif"} if n in (3, 5) else {}
+        parts = [{"type": "video", **film}, *parts] if film else parts
         answer = " ".join(words[(n + i) % 3] for i in range(1 + 5 * n % 7))
         chat.append({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]})
-        first = content("red apple " * (1 + n % 3), names[n % 3] if n % 3 == 0 else None)
+        first = content("red apple " * (1 + n % 3), names[n % 3] if n % 3 == 0 else None) | film
         others = [content("two blue cups", None), content("a green tree", names[n % 3] if n % 4 == 0 else None)]
         rerank.append({"query": content(f"item {n}", seen[n - 3]), "pos_doc": [first], "neg_docs": others})
     for name, rows in (("chat", chat), ("rerank", rerank)):

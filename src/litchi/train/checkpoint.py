@@ -155,11 +155,16 @@ def rotate_checkpoints(run: Path, *, keep: int, best: int | None, written: int |
     past = [c for c in list_checkpoints(run) if written is None or c.step <= written]
     for checkpoint in past[:-keep]:
         if checkpoint.step != best:
-            gone = hidden(checkpoint.folder, "gone")
-            shutil.rmtree(gone, ignore_errors=True)
-            os.rename(checkpoint.folder, gone)
-            (gone / MANIFEST).unlink()
-            shutil.rmtree(gone)
+            remove_checkpoint(checkpoint)
+
+
+def remove_checkpoint(checkpoint: Checkpoint) -> None:
+    """Its name goes first, then its manifest, then the rest."""
+    gone = hidden(checkpoint.folder, "gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.rename(checkpoint.folder, gone)
+    (gone / MANIFEST).unlink()
+    shutil.rmtree(gone)
 
 
 # ---------------------------------------------------------------------------------------------------- what is in one

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,23 @@ PROCESSOR_FILES = (
 )
 
 
+@dataclass(frozen=True)
+class Form:
+    """What weights are written as.
+
+    Args:
+        encode: (name, key in the file, whole tensor) -> keys and tensors of the file.
+        config: what config.json says besides.
+    """
+
+    encode: Callable[[str, str, Tensor], dict[str, Tensor]]
+    config: Mapping[str, Any]
+
+
+def _as_it_is(name: str, key: str, tensor: Tensor) -> dict[str, Tensor]:
+    return {key: tensor}
+
+
 def export_model(
     owner: LitchiModel,
     base: Path,
@@ -53,6 +71,7 @@ def export_model(
     layout: Layout | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    form: Form | None = None,
 ) -> bool:
     """Write the merged model and, where all that trained is LoRA, the adapter in `adapter/` below it.
 
@@ -66,12 +85,13 @@ def export_model(
         layout: of the ranks; None: every rank has all layers.
         dtype: of the written weights; None keeps what they are held in.
         shard_bytes: size at which a file of weights is closed.
+        form: what the weights are written as; None: as they are, with the adapter beside them.
 
     Returns:
         Whether an adapter was written.
 
     Raises:
-        UserError: LoRA layers exist and all of them are zero: merging would change nothing.
+        UserError: LoRA layers exist, and all of them are zero or too small for `dtype`: merging would change nothing.
     """
     layout = layout or Layout()
     _refuse_unchanged(owner.hf)
@@ -86,14 +106,20 @@ def export_model(
         **facts,
         "dtype": str(written).removeprefix("torch."),
     }
-    merged = bring_together(merged_tensors(owner.hf, written), layout, ranks.rank)
-    _write_shards(merged, part, owner.hf, ranks, shard_bytes)
-    adapter = is_adapter(owner.hf)
+    changed: list[bool] = []
+    merged = bring_together(merged_tensors(owner.hf, written, changed), layout, ranks.rank)
+    _write_shards(merged, part, owner.hf, ranks, shard_bytes, form.encode if form else _as_it_is)
+    some, learnt = max_ranks(float(len(changed)), float(any(changed)))
+    if some and not learnt:
+        if ranks.is_main:
+            shutil.rmtree(part)
+        _refuse_same(f"what was learnt is lost when the merged weights are rounded to {body['dtype']}")
+    adapter = form is None and is_adapter(owner.hf)
     if adapter:
         state = bring_together(adapter_tensors(owner.hf), layout, ranks.rank)
         _write_adapter(owner, dict(state), base, part / "adapter", ranks, body)
     if ranks.is_main:
-        _copy_config(base, part, owner, body["dtype"])
+        _copy_config(base, part, owner, body["dtype"], form.config if form else {})
         _copy_processor(base, part, owner)
         _write_json(part / MANIFEST, body)
         shutil.rmtree(out, ignore_errors=True)
@@ -120,16 +146,22 @@ def _refuse_unchanged(hf: nn.Module) -> None:
     up = [whole(p) for name, p in hf.named_parameters() if ".lora_B." in name]
     some, learnt = max_ranks(float(len(up)), float(any(b.any() for b in up)))
     if some and not learnt:
-        raise UserError(
-            "the merged model would be the base model",
-            why="every LoRA B matrix is zero: nothing was learnt",
-            remedy="Train longer, or leave the export out with train.export=never",
-        )
+        _refuse_same("every LoRA B matrix is zero: nothing was learnt")
 
 
-def merged_tensors(hf: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _refuse_same(why: str) -> NoReturn:
+    raise UserError(
+        "the merged model would be the base model",
+        why=why,
+        remedy="Train longer, or leave the export out with train.export=never",
+    )
+
+
+def merged_tensors(
+    hf: nn.Module, dtype: torch.dtype, changed: list[bool] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Names of the base and whole tensors on the CPU, out of 4 bits, LoRA folded in, a tied head once. Collective when
-    sharded."""
+    sharded. `changed` gets, of each layer with LoRA, whether it differs from the base in this type."""
     for name, parameter in hf.named_parameters():
         if ".lora_" in name:
             continue
@@ -140,7 +172,9 @@ def merged_tensors(hf: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Ten
         if name.endswith(".base_layer.weight"):
             layer: Any = hf.get_submodule(name.removesuffix(".base_layer.weight"))
             a, b = whole(layer.lora_A[ADAPTER].weight), whole(layer.lora_B[ADAPTER].weight)
-            value = value.float() + (b.float() @ a.float()) * layer.scaling[ADAPTER]
+            plain, value = value, value.float() + (b.float() @ a.float()) * layer.scaling[ADAPTER]
+            if changed is not None:
+                changed.append(not torch.equal(plain.to(dtype), value.to(dtype)))
         yield name.replace(".base_layer.", "."), value.to(dtype)
 
 
@@ -158,7 +192,12 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def _write_shards(
-    tensors: Iterator[tuple[str, Tensor]], part: Path, hf: nn.Module, ranks: Ranks, shard_bytes: int
+    tensors: Iterator[tuple[str, Tensor]],
+    part: Path,
+    hf: nn.Module,
+    ranks: Ranks,
+    shard_bytes: int,
+    encode: Callable[[str, str, Tensor], dict[str, Tensor]],
 ) -> None:
     """Write tensors as they come, under the key names of the files the base was read from."""
     from safetensors.torch import save_file
@@ -177,10 +216,11 @@ def _write_shards(
     for name, value in tensors:
         if not ranks.is_main:
             continue  # it took part in the gathering
-        for key, tensor in _hub_names(hf, {name: value}).items():
-            shard[key] = tensor.contiguous()
-            held += tensor.numel() * tensor.element_size()
-            total += tensor.numel() * tensor.element_size()
+        for hub_key, whole_value in _hub_names(hf, {name: value}).items():
+            for key, tensor in encode(name, hub_key, whole_value).items():
+                shard[key] = tensor.contiguous()
+                held += tensor.numel() * tensor.element_size()
+                total += tensor.numel() * tensor.element_size()
         if held >= shard_bytes:
             flush()
     if ranks.is_main:
@@ -209,8 +249,8 @@ def _name_shards(part: Path, files: list[list[str]], total: int) -> None:
     (part / "model.safetensors.index.json").write_text(json.dumps(body, indent=1), encoding="utf-8")
 
 
-def _copy_config(base: Path, part: Path, owner: LitchiModel, dtype: str) -> None:
-    """The base's config.json, saying what was written: the class and the type of the weights."""
+def _copy_config(base: Path, part: Path, owner: LitchiModel, dtype: str, more: Mapping[str, Any]) -> None:
+    """The base's config.json, saying what was written: the class, the type of the weights, and `more` of a form."""
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
     config.setdefault("architectures", [owner.family.architecture])
     if "torch_dtype" not in config:
@@ -218,7 +258,7 @@ def _copy_config(base: Path, part: Path, owner: LitchiModel, dtype: str) -> None
     for section in (config, *(v for v in config.values() if isinstance(v, dict))):
         for key in section.keys() & {"dtype", "torch_dtype"}:
             section[key] = dtype
-    _write_json(part / "config.json", config)
+    _write_json(part / "config.json", {**config, **more})
 
 
 def _copy_processor(base: Path, part: Path, owner: LitchiModel) -> None:

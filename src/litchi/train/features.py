@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from litchi.batch.balance import share_pictures
+from litchi.batch.collate import join_patches
 from litchi.batch.cost import Grid
 from litchi.batch.loader import Corpus, StepPlan, prepare_ahead
 from litchi.batch.pictures import decode_pictures, look_up
@@ -28,9 +29,9 @@ from litchi.data.verdicts import cache_root
 from litchi.dist import Ranks, barrier, gather_objects
 from litchi.errors import MachineError, UserError
 from litchi.evaluate.run import EvalSet
-from litchi.model.attention import kernel_name
 from litchi.model.family import has_part, part
 from litchi.model.features import TowerFeatures, identify_tower
+from litchi.model.kernels import choose_kernels
 from litchi.parallel.apply import COMPUTE, Wrapped
 from litchi.train.progress import count_progress
 
@@ -46,15 +47,17 @@ def open_features(config: Config, wrapped: Wrapped, ranks: Ranks) -> FeatureStor
     owner, precision, device = wrapped.owner, wrapped.precision, ranks.device
     here = owner.shares.first and has_part(owner.hf, owner.family.vision)
     cut = asdict(owner.spec)
-    del cut["min_pixels"], cut["max_pixels"]  # they decide the grid, by which features are found
+    # they decide the grid, by which features are found, and so does the number of a video's frames
+    del cut["min_pixels"], cut["max_pixels"], cut["video"]
     weights = next(part(owner.hf, owner.family.vision).parameters()).dtype if here else None
     dtype = weights if precision == "fp32" else COMPUTE[precision]
     cast = COMPUTE[precision] if wrapped.sharded and precision != "fp32" else None
+    kernel = choose_kernels(owner.attention, device, COMPUTE[precision]).name
     facts = {
         "format": [FORMAT, RULES, PIL.__version__, torch.__version__],
         "cut": cut,
         "window": config.data.window,
-        "compute": [precision, str(cast), device.type, kernel_name(device, COMPUTE[precision])],
+        "compute": [precision, str(cast), device.type, kernel],
     }
     identity, known = gather_objects((identify_tower(owner, facts) if ranks.is_main else "", str(dtype)))[0]
     store = FeatureStore(
@@ -222,14 +225,14 @@ class _Pictures(Dataset):
             return error
 
     def _load(self, job: Sequence[Picture]) -> tuple[Tensor, list[Grid], list[PictureName]]:
-        pixels, grids, names = [torch.zeros(0, 0, dtype=torch.uint8)], [], []
+        pixels, grids, names = [], [], []
         for number, row, name, grid in job:
             corpus = self.parts[number][0]
             placed, source, renderer = corpus.picture(row, name, grid)
             assert corpus.features is not None
             _, kept = look_up([(placed, source)], corpus.features)
             for patches in decode_pictures([(placed, source)], renderer, corpus.spec, kept).values():
-                pixels.append(torch.from_numpy(patches))
+                pixels.append(patches)
                 grids.append(grid)
                 names += kept.names
-        return torch.cat(pixels[1:] or pixels), grids, names
+        return torch.from_numpy(join_patches(pixels)), grids, names

@@ -1,22 +1,43 @@
-"""What may end a run from outside: a signal, noted at once and acted upon between two steps."""
+"""What may end a run from outside, a signal: before the first step at once, later between two steps."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 from litchi.errors import StoppedError
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last one is what clusters send before they take back
+
+
+def stop_at_once(leave: Callable[[StoppedError], object]) -> None:
+    """Until a `StopRequest` is open a signal ends this process: nothing is there that would have to be saved."""
+
+    own = os.getpid()
+
+    def act(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != own:  # forked for a part of the work, and without a word of its own
+            os._exit(1)
+        name = signal.Signals(number).name
+        leave(StoppedError(f"stopped by {name} before its first step", remedy="The same command begins there again"))
+
+    for number in SIGNALS:
+        signal.signal(number, act)
+
+
+class CutShort(Exception):
+    """All ranks have agreed to stop in the middle of an evaluation."""
 
 
 class StopRequest:
-    """While it is open, the first signal is only noted, so that the step under way ends and the state is saved.
+    """While it is open, signals are only noted, so that the step under way ends and the state is saved.
 
-    A second signal acts as usual. An error that follows a signal on one of several ranks is how a rank notices that
-    the others were ended: it then ends as the signal would have ended it, without a word.
+    A second SIGINT, from somebody impatient at a keyboard, acts as usual; a cluster may send several others. An error
+    that follows a signal on one of several ranks is how a rank notices that the others were ended: it then ends as the
+    signal would have ended it, without a word.
     """
 
     def __init__(self, *, alone: bool):
@@ -29,15 +50,13 @@ class StopRequest:
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = signal.Signals(number)
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self.signal = self.signal or signal.Signals(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._restore()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
         echo = error is not None and not isinstance(error, StoppedError) and not self.alone
         if echo and self.signal is not None:
-            os.kill(os.getpid(), signal.SIGKILL if self.signal is signal.SIGINT else self.signal)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM if self.signal is signal.SIGTERM else signal.SIGKILL)

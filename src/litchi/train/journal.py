@@ -34,17 +34,18 @@ class Journal:
         self.entries = list(entries or [])
 
     @classmethod
-    def resume(cls, folder: Path, ranks: Ranks, *, step: int, carried: list[dict[str, Any]]) -> Journal:
+    def resume(cls, folder: Path, ranks: Ranks, *, step: int | None, carried: list[dict[str, Any]]) -> Journal:
         """The journal of a run that goes on behind a step. Collective.
 
         Args:
-            step: the checkpoint's; 0: from the start.
+            step: the checkpoint's; None: there is none.
             carried: the entries in the checkpoint. Decisions made after it, which are on the disk, hold as well:
                 the run that is continued had taken them.
         """
 
         def cut() -> list[dict[str, Any]]:
-            later = [e for e in read_lines(folder / JOURNAL) if e.get(DECIDED) and e not in carried] if step else []
+            disk = [] if step is None else read_lines(folder / JOURNAL)
+            later = [e for e in disk if e.get(DECIDED) and e not in carried]
             kept = [*carried, *later]
             replace_file(folder / JOURNAL, "".join(_line(e) for e in kept))
             return kept
@@ -55,13 +56,19 @@ class Journal:
         """Write down a decision that holds from a step on; one of that kind and step that stands already is returned
         instead. Collective; every rank says the same."""
         known = next((e for e in self.entries if e.get(DECIDED) and (e["event"], e["step"]) == (event, step)), None)
-        if known is not None:
-            return known
+        return self.add(event, step=step, **facts) if known is None else known
+
+    def add(self, event: str, *, step: int, **facts: Any) -> dict[str, Any]:
+        """Write down a decision as `decide` does, whatever stands there already."""
         entry = {"event": event, "step": step, DECIDED: True, **facts}
         said = gather_objects(entry)
         assert all(other == said[0] for other in said), f"ranks disagree: {said}"
         self._add(entry)
         return entry
+
+    def made(self, event: str) -> list[dict[str, Any]]:
+        """The decisions of a kind, in the order in which they were made."""
+        return [e for e in self.entries if e.get(DECIDED) and e["event"] == event]
 
     def holding(self, event: str, step: int) -> dict[str, Any] | None:
         """The decision of a kind that holds at a step: the last one made for it or before."""

@@ -1,4 +1,4 @@
-"""`evaluate`, `score`, `generate` and `export` on a TARGET: open it as it was trained, run it, hand on the figures."""
+"""`evaluate`, `score` and `generate` on a TARGET: open it as it was trained, run it, hand on the figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from litchi.errors import UsageError
 from litchi.evaluate.ranking import paired_difference
 from litchi.evaluate.run import EvalSet, Measured, generate_set, measure_set, score_set
 from litchi.model.build import resolve_model
-from litchi.train.export import export_model, identify_base
 from litchi.train.progress import count_progress
 from litchi.train.setup import check_ids, scan_files
 from litchi.train.target import Target, find_target, open_target, target_config, write_words
@@ -96,27 +95,6 @@ def write_lines(name: str, data: str, overrides: Sequence[str], out: Path, ranks
         part.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
         part.replace(out)
     return len(lines)
-
-
-def export_target(name: str, out: Path, overrides: Sequence[str], ranks: Ranks) -> None:
-    """Write a target as a merged Hugging Face folder."""
-    if out.exists():
-        raise UsageError(f"{out} exists", why="nothing is overwritten", remedy="Remove it or name another folder")
-    target = find_target(name)
-    config = target_config(target, overrides, task="rerank")
-    wrapped = open_target(target, config, ranks)
-    spec = wrapped.owner.spec
-    known = target.manifest or {"task": None, "template": None, "step": None}  # of others' adapters we know no task
-    facts = {
-        "task": known["task"],
-        "base": known.get("base", identify_base(config.model.path)),
-        "template": known["template"],
-        "instruction": config.data.instruction,
-        "pixels": {"min": spec.min_pixels, "max": spec.max_pixels},
-        "settings": known.get("settings", config.model_dump(mode="json")),
-        "step": known["step"],
-    }
-    export_model(wrapped.owner, resolve_model(config.model.path), out, ranks, facts, layout=wrapped.layout)
 
 
 def format_report(report: dict[str, Any]) -> str:

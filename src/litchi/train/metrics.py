@@ -50,6 +50,14 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def reserved_bytes(device: torch.device) -> tuple[int, int] | None:
+    """What the GPU's allocator holds now, and how much of it is in use: what lies between is cached or in fragments.
+    None on the CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+
+
 # Dense bf16 peak rates from the makers' data sheets, in FLOP/s; a name is matched by its beginning.
 PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100": 989e12, "NVIDIA A100": 312e12, "NVIDIA L40S": 362e12}
 
@@ -130,17 +138,20 @@ class RunLog:
         )
         line = f"step {result.step:>{len(str(self.total))}}/{self.total}  {figures}"
         if result.skipped:
-            self.say(f"{line}  SKIPPED: not finite")
+            self.say(f"{line}  SKIPPED: {record.get('left_out', 'not finite')}")
         elif self.line is not None:
             self.line.show(result.step, figures)
         elif result.step % self.every == 0 or result.step in (1, self.total):
             self.say(line)
 
-    def evaluation(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
-        """Write the figures of one set."""
+    def evaluation(
+        self, step: int, name: str, metrics: Mapping[str, Any], intervals: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write the figures of one set, with their 95 % intervals where they have some."""
         if not self.main:
             return
-        self._append("eval.jsonl", {"step": step, "name": name, "metrics": dict(metrics)})
+        record = {"step": step, "name": name, "metrics": dict(metrics)}
+        self._append("eval.jsonl", record | ({"intervals": dict(intervals)} if intervals else {}))
         if self.board is not None:
             for key, value in metrics.items():
                 self.board.add_scalar(f"eval/{name}/{key}", value, step)

@@ -11,7 +11,7 @@ import os
 import platform
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from litchi.dist import Ranks
 from litchi.errors import MachineError, UsageError
 from litchi.train.checkpoint import Checkpoint, list_checkpoints
 from litchi.train.durable import format_bytes, hash_json, on_main
+from litchi.train.rollback import kept_checkpoints
 
 WHOLE_BYTES = 1 << 28  # a data file up to here is hashed whole; of a larger one evenly spread pieces
 PIECES, PIECE_BYTES = 256, 1 << 20
@@ -164,6 +165,35 @@ def versions() -> dict[str, str]:
 
 
 # ------------------------------------------------------------------------------------------------------------- room
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a run writes: bytes of a checkpoint, how many lie there at once at most, bytes of the export."""
+
+    checkpoint_bytes: int
+    count: int
+    export_bytes: int
+
+
+def plan_room(
+    config: Config, *, trains: int, total: int, trained_width: int, held_width: int, steps: int, per_epoch: int
+) -> Room:
+    """Estimate it before the run.
+
+    Args:
+        trains, total: parameters; `trained_width`, `held_width`: bytes of one that trains, and of any.
+        steps, per_epoch: of the run, and of an epoch.
+    """
+    train = config.train
+    states = 0 if config.optim.name == "sgd" or train.save == "weights" else 2
+    every = train.save_every or (train.eval_every if train.best else None)
+    saves = steps // every.in_steps(per_epoch) + 1 if every else 1
+    return Room(
+        checkpoint_bytes=trains * trained_width * (1 + states),
+        count=min(saves + (train.on_nonfinite == "rollback"), kept_checkpoints(train) + 1 + (train.best is not None)),
+        export_bytes=total * held_width if train.export == "end" else 0,
+    )
 
 
 def refuse_full_disk(run: Path, ranks: Ranks, *, checkpoint_bytes: int, count: int, export_bytes: int) -> str:

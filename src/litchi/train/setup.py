@@ -26,11 +26,11 @@ from litchi.dist import Ranks, barrier, gather_objects
 from litchi.errors import DataError, MachineError
 from litchi.evaluate.run import EvalSet
 from litchi.model.adapters import apply_trainable, fill_weights, load_adapter
-from litchi.model.attention import kernel_name
 from litchi.model.build import DTYPES, Loaded, build_model, read_config, resolve_model
 from litchi.model.family import part
 from litchi.model.flops import read_costs
 from litchi.model.forward import LitchiModel
+from litchi.model.kernels import choose_kernels
 from litchi.model.sizes import check_axes
 from litchi.parallel.apply import COMPUTE, Wrapped, apply_parallel
 from litchi.parallel.mesh import Layout, choose_layout
@@ -40,13 +40,15 @@ from litchi.train.durable import FolderLock, on_main, replace_file
 from litchi.train.export import identify_base
 from litchi.train.features import open_features, prepare_features
 from litchi.train.journal import Journal
+from litchi.train.largest import MEASURED
 from litchi.train.losses import cutting, make_loss
 from litchi.train.metrics import RunLog
 from litchi.train.offload import check_offload
+from litchi.train.oom import obey_requests
 from litchi.train.optim import build_optimizer
 from litchi.train.progress import count_progress
 from litchi.train.reach import check_reach
-from litchi.train.resume import describe_origin, refuse_full_disk, refuse_other, versions
+from litchi.train.resume import describe_origin, plan_room, refuse_full_disk, refuse_other, versions
 from litchi.train.step import Trainer
 
 
@@ -114,7 +116,9 @@ def prepare_run(
     origin = describe_origin(config, base, corpus, ranks)
     refuse_other(origin, resumed, allowed, folder)
     carried = [] if resumed is None else resumed.manifest["journal"]
-    journal = Journal.resume(folder, ranks, step=resumed.step if resumed else 0, carried=carried)
+    step = resumed.step if resumed else None
+    journal = Journal.resume(folder, ranks, step=step, carried=carried)
+    lowered = obey_requests(folder, ranks, journal, resumed=step)
     chosen = choose_settings(config, ranks.device, journal)
     precision = choose_precision(chosen.train.precision, ranks.device)
     loaded = build_model(base, dtype=choose_dtype(chosen, ranks.device), quantize=config.model.quantize)
@@ -137,7 +141,7 @@ def prepare_run(
     _quarantine(config, corpus, eval_sets, run_log, folder, ranks)
     optimizer = build_optimizer(wrapped.model, loaded.family, config)
     scaler = torch.amp.GradScaler("cuda") if precision == "fp16" and wrapped.encoder is None else None
-    trainer = Trainer(wrapped, optimizer, ranks, config.optim.clip, config.train.on_nonfinite, scaler)
+    trainer = Trainer(wrapped, optimizer, ranks, config.optim.clip, scaler)
     costs = read_costs(
         read_config(base),
         scored=config.task == "rerank",
@@ -156,6 +160,7 @@ def prepare_run(
         encoders=wrapped.layout.vision_ranks,
         curriculum=plan_curriculum(config.curriculum, corpus.renderers[0].processor, derived.steps),
         cuts=cutting(config.loss, vision_ranks=wrapped.layout.vision_ranks),
+        lowered=lowered,
         costs=costs.without_pictures() if config.train.features == "precompute" else costs,
     )
     run = Run(config, ranks, folder, run_log, plan, eval_sets, derived, loaded, wrapped, trainer, origin, journal)
@@ -179,6 +184,8 @@ def choose_settings(config: Config, device: torch.device, journal: Journal) -> C
     if auto:
         known = journal.decide("auto", step=1, **auto)
         auto = {key: known.get(key, value) for key, value in auto.items()}
+        for measured in journal.made(MEASURED):
+            auto |= {"micro_batch_tokens": measured["tokens"]} if "micro_batch_tokens" in auto else {}
     dtype = {"dtype": auto.pop("dtype")} if "dtype" in auto else {}
     return config.model_copy(
         update={"train": config.train.model_copy(update=auto), "model": config.model.model_copy(update=dtype)}
@@ -281,6 +288,7 @@ def build_wrapped(
     if training:
         apply_trainable(loaded, config.trainable)
     layout = _find_layout(config, loaded, ranks)
+    choose_kernels(config.model.attention, ranks.device, COMPUTE[precision])
     score_loss, _ = make_loss(config.loss)
     template = find_template(config.data.template) if config.task == "rerank" else None
     owner = LitchiModel(
@@ -289,6 +297,7 @@ def build_wrapped(
         processor.vision,
         words=None if template is None else (processor.word(template.yes), processor.word(template.no)),
         score_loss=score_loss,
+        attention=config.model.attention,
     )
     owner.train()
 
@@ -310,6 +319,7 @@ def build_wrapped(
         tied=loaded.tied,
         offload=config.train.offload == "all",
         whole_tower=training and config.train.features != "off",
+        compiled=training and config.train.compile,
         fill=fill,
     )
 
@@ -378,7 +388,7 @@ def _describe(run: Run, *, first: int) -> None:
         run.log.say(line)
     owner, precision = run.wrapped.owner, run.wrapped.precision
     trains, total = run.wrapped.weights
-    kernel = kernel_name(run.ranks.device, COMPUTE[precision])
+    kernel = choose_kernels(owner.attention, run.ranks.device, COMPUTE[precision]).name
     run.log.say(
         f"{trains:,} of {total:,} parameters train; {run.ranks.world} rank(s) on {run.ranks.device.type}: "
         f"{run.wrapped.layout}, wrapper {run.wrapped.wrapper}, compute {precision}, attention {kernel}"
@@ -393,27 +403,25 @@ def _describe(run: Run, *, first: int) -> None:
         precision=precision,
         attention=kernel,
         weights=str(next(owner.parameters()).dtype).removeprefix("torch."),
-        micro_batch_tokens=run.plan.micro_batch_tokens,
+        micro_batch_tokens=run.plan.limit(first),
         torch=torch.__version__,
     )
 
 
 def check_room(run: Run) -> str:
     """Whether the disk has room for what the run will write. Returns the line that says it; MachineError if not."""
-    train, owner = run.config.train, run.wrapped.owner
+    owner = run.wrapped.owner
     trains, total = run.wrapped.weights
-    each = max((p.element_size() for p in owner.parameters() if p.requires_grad), default=4)
-    states = 0 if run.config.optim.name == "sgd" or train.save == "weights" else 2
-    every = train.save_every or (train.eval_every if train.best else None)
-    saves = run.derived.steps // every.in_steps(run.plan.epochs.steps_per_epoch) + 1 if every else 1
-    held = next(owner.hf.parameters()).element_size()
-    return refuse_full_disk(
-        run.folder,
-        run.ranks,
-        checkpoint_bytes=trains * each * (1 + states),
-        count=min(saves, train.keep + 1 + (train.best is not None)),
-        export_bytes=total * held if train.export == "end" else 0,
+    room = plan_room(
+        run.config,
+        trains=trains,
+        total=total,
+        trained_width=max((p.element_size() for p in owner.parameters() if p.requires_grad), default=4),
+        held_width=next(owner.hf.parameters()).element_size(),
+        steps=run.derived.steps,
+        per_epoch=run.plan.epochs.steps_per_epoch,
     )
+    return refuse_full_disk(run.folder, run.ranks, **asdict(room))
 
 
 def set_aside(folder: Path) -> None:

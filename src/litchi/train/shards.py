@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from litchi.parallel.pulse import PULSE
 from litchi.train.durable import BLOCK, hash_file, hash_json, sync_file, sync_folder, write_json
 
 MANIFEST, TABLE = "manifest.json", "tensors.json"
@@ -85,6 +86,7 @@ def write_shard(path: Path, pieces: Mapping[str, Tensor]) -> tuple[int, str]:
     try:
         with path.open("wb", buffering=0) as file:
             for part in _parts(len(text).to_bytes(8, "little") + text, pieces.values()):
+                PULSE.move()
                 hashed.update(part)
                 size += len(part)
                 while part:  # a disk that is nearly full takes a part of it

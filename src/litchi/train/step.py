@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from litchi.dist import Ranks, gather_objects, sum_ranks
+from litchi.dist import Ranks, sum_ranks
 from litchi.errors import UserError
 from litchi.model.forward import Output
 from litchi.parallel.apply import Wrapped
+from litchi.train.nonfinite import NOT_FINITE, OVERFLOW, ROLLED_BACK, Fault, find_fault, find_gradient
 from litchi.train.optim import set_rate
-from litchi.train.two_pass import rehearse
+from litchi.train.two_pass import RandomState, get_random, rehearse
 from litchi.types import Batch, StepResult
 
 SQUARED_AT_ONCE = 2**16  # numbers
@@ -27,31 +28,41 @@ SQUARED_AT_ONCE = 2**16  # numbers
 
 @dataclass
 class Trainer:
-    """What a step needs. `unproven` are trainable tensors that have not had a gradient yet."""
+    """What a step needs, and what it leaves to be asked for.
+
+    `unproven` are trainable tensors that have not had a gradient yet. Of the last step: `left_out` says why there was
+    no update, `fault` where it began if the numbers were to blame, `at` which micro-batch was (or is) under way; None
+    in the update.
+    """
 
     wrapped: Wrapped
     optimizer: torch.optim.Optimizer
     ranks: Ranks
     clip: float | None
-    on_nonfinite: str
     scaler: torch.amp.GradScaler | None = None
     unproven: dict[str, nn.Parameter] = field(default_factory=dict)
+    left_out: str | None = None
+    fault: Fault | None = None
+    at: int | None = None
 
     def __post_init__(self) -> None:
         self.unproven = {n: p for n, p in self.wrapped.model.named_parameters() if p.requires_grad}
 
 
-def train_step(trainer: Trainer, step: int, batches: Sequence[Batch], rate: float) -> StepResult:
+def train_step(
+    trainer: Trainer, step: int, batches: Sequence[Batch], rate: float, *, leave_out: bool = False
+) -> StepResult:
     """Take one step.
 
     Args:
-        trainer: model, optimizer and policy.
+        trainer: model and optimizer.
         step: counted from 1.
         batches: this rank's micro-batches; the same number on every rank that learns.
         rate: share of the full learning rate.
+        leave_out: compute its numbers, and leave its update out: a run went back because of it.
 
     Raises:
-        UserError: a trainable tensor has no gradient, or the step is not finite and the policy is to stop.
+        UserError: a trainable tensor has no gradient.
     """
     wrapped = trainer.wrapped
     counted = batches if wrapped.leads else ()  # those of a batch that several ranks share count once
@@ -62,7 +73,7 @@ def train_step(trainer: Trainer, step: int, batches: Sequence[Batch], rate: floa
         sum(t * h * w for b in counted for t, h, w in b.grids) * wrapped.owner.spec.patch**2,
     )
     lr = set_rate(trainer.optimizer, rate)
-    summed = _accumulate(trainer, batches, wrapped.layout.gradient_ranks / units)
+    summed, batches, states = _accumulate(trainer, batches, wrapped.layout.gradient_ranks / units)
     if trainer.scaler is not None:
         trainer.scaler.unscale_(trainer.optimizer)
     if not pictures:
@@ -72,17 +83,14 @@ def train_step(trainer: Trainer, step: int, batches: Sequence[Batch], rate: floa
     *losses, square = torch.cat([summed, square[None].to(summed.device)]).tolist()
     total, square = sum_ranks(sum(losses), square)
     total, norm = total / units, math.sqrt(square)
-    finite = math.isfinite(total) and math.isfinite(norm)
-    if finite:
+    trainer.left_out = _reason(trainer, total, norm, leave_out)
+    parameter = find_gradient(wrapped) if trainer.left_out == NOT_FINITE else None
+    if trainer.left_out is None:
         _prove_gradients(trainer, pictures > 0)
-    elif trainer.on_nonfinite == "stop":
-        names = _suspects(batches if wrapped.encoder is None else (), losses)
-        raise UserError(
-            f"step {step} is not finite: loss {total}, gradient norm {norm}",
-            why=f"look at {', '.join(names[:20])}" + (f" and {len(names) - 20} more" if len(names) > 20 else ""),
-            remedy="Lower optim.lr, lengthen optim.warmup, or take these samples out",
-        )
-    _update(trainer, norm, finite)
+    _update(trainer, norm)
+    trainer.fault = None
+    if trainer.left_out == NOT_FINITE:  # behind the update, which lets the gradients go
+        trainer.fault = find_fault(wrapped, batches, losses, states, parameter)
     return StepResult(
         step=step,
         loss=total,
@@ -91,18 +99,36 @@ def train_step(trainer: Trainer, step: int, batches: Sequence[Batch], rate: floa
         lr=lr,
         tokens=int(tokens),
         pixels=int(pixels),
-        skipped=not finite,
+        skipped=trainer.left_out is not None,
     )
 
 
-def _accumulate(trainer: Trainer, batches: Sequence[Batch], scale: float) -> Tensor:
-    """Forward and backward of all micro-batches; returns this rank's part of the loss sum of each, on the device."""
+def _reason(trainer: Trainer, loss: float, norm: float, leave_out: bool) -> str | None:
+    """Why the update is left out; None: it is not. With fp16 a gradient that is too large for the scale is usual: it
+    is nobody's fault until the scale is down to 1."""
+    if leave_out:
+        return ROLLED_BACK
+    if math.isfinite(loss) and math.isfinite(norm):
+        return None
+    scaled = trainer.scaler is not None and trainer.scaler.get_scale() > 1.0
+    return OVERFLOW if scaled and math.isfinite(loss) else NOT_FINITE
+
+
+def _accumulate(
+    trainer: Trainer, batches: Sequence[Batch], scale: float
+) -> tuple[Tensor, Sequence[Batch], dict[int, RandomState]]:
+    """Forward and backward of all micro-batches; returns this rank's part of the loss sum of each, on the device, the
+    batches as they were computed, and what each dropped by."""
     wrapped = trainer.wrapped
     losses = torch.zeros(len(batches), dtype=torch.float64, device=wrapped.owner.device)
+    trainer.at = 0
     first = rehearse(wrapped, batches)
+    states = {}
 
     def forward(number: int, received: Tensor | None) -> Tensor:
+        trainer.at = number
         first.repeat_dropout(number)
+        states[number] = get_random(wrapped.owner.device)
         with wrapped.compute():
             out = wrapped.model(first.batches[number], received)
         if not isinstance(out, Output):  # hidden states, for the next stage
@@ -113,15 +139,8 @@ def _accumulate(trainer: Trainer, batches: Sequence[Batch], scale: float) -> Ten
 
     wrapped.run(batches, forward, torch.autograd.backward)
     wrapped.finish_gradients()
-    return losses
-
-
-def _suspects(batches: Sequence[Batch], losses: Sequence[float]) -> list[str]:
-    """Samples of all ranks' micro-batches whose loss is not finite; all of the step where only a gradient is not."""
-    own = [(math.isfinite(loss), b.samples) for b, loss in zip(batches, losses, strict=False)]
-    every = [part for rank in gather_objects(own) for part in rank]
-    blamed = [names for fine, names in every if not fine] or [names for _, names in every]
-    return [name for names in blamed for name in names]
+    trainer.at = None
+    return losses, first.batches, states
 
 
 def _leave_vision_out(wrapped: Wrapped) -> None:
@@ -179,17 +198,18 @@ def _prove_gradients(trainer: Trainer, pictures: bool) -> None:
         )
 
 
-def _update(trainer: Trainer, norm: float, finite: bool) -> None:
-    optimizer = trainer.optimizer
-    if finite and trainer.clip is not None and norm > trainer.clip:
+def _update(trainer: Trainer, norm: float) -> None:
+    optimizer, applies = trainer.optimizer, trainer.left_out is None
+    if applies and trainer.clip is not None and norm > trainer.clip:
         scale = trainer.clip / (norm + 1e-6)
         own = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if own:  # a vision rank has none
             torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in own], scale)
     if trainer.scaler is not None:
-        if finite:
+        if applies:
             trainer.scaler.step(optimizer)
-        trainer.scaler.update(None if finite else trainer.scaler.get_scale() * 0.5)
-    elif finite:
+        less = 1.0 if trainer.left_out == ROLLED_BACK else 0.5
+        trainer.scaler.update(None if applies else trainer.scaler.get_scale() * less)
+    elif applies:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -7,7 +7,8 @@ the chain rule. Both passes drop the same, and all ranks make as many passes (`b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,18 +19,20 @@ from litchi.model.forward import ScoreLoss
 from litchi.parallel.apply import Wrapped
 from litchi.types import Batch
 
+RandomState = list[Tensor]
+
 
 @dataclass
 class Rehearsal:
     """The micro-batches of a step, those of pieces with the gradients of their scores, and what they dropped by."""
 
     batches: Sequence[Batch]
-    states: dict[int, list[Tensor]] = field(default_factory=dict)
+    states: dict[int, RandomState] = field(default_factory=dict)
 
     def repeat_dropout(self, number: int) -> None:
         """Bring the random state back to what it was before the micro-batch was rehearsed."""
         if number in self.states:
-            _set_state(self.states[number])
+            set_random(self.states[number])
 
 
 def rehearse(wrapped: Wrapped, batches: Sequence[Batch]) -> Rehearsal:
@@ -41,7 +44,7 @@ def rehearse(wrapped: Wrapped, batches: Sequence[Batch]) -> Rehearsal:
         for number, batch in enumerate(batches):
             if not batch.rehearsed:
                 continue
-            states[number] = _get_state(wrapped.owner.device)
+            states[number] = get_random(wrapped.owner.device)
             out = wrapped.evaluate(batch)
             if out is not None and out.scores is not None and wrapped.leads:
                 scores = out.scores.float().cpu()
@@ -70,12 +73,26 @@ def _pull(batch: Batch, whole: dict[int, list[tuple[int, Tensor]]], score_loss: 
     return replace(batch, pull=pull, told=told)
 
 
-def _get_state(device: torch.device) -> list[Tensor]:
+def get_random(device: torch.device) -> RandomState:
+    """What the next random numbers of this process follow from, on the CPU and on its device."""
     cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return [torch.get_rng_state(), *cuda]
 
 
-def _set_state(state: Sequence[Tensor]) -> None:
+def set_random(state: RandomState) -> None:
+    """Bring back what `get_random` gave."""
     torch.set_rng_state(state[0])
     for cuda in state[1:]:
         torch.cuda.set_rng_state(cuda)
+
+
+@contextmanager
+def random_state(device: torch.device, state: RandomState | None = None) -> Iterator[None]:
+    """Leave the random state as it was, beginning with another one where it is given."""
+    before = get_random(device)
+    if state is not None:
+        set_random(state)
+    try:
+        yield
+    finally:
+        set_random(before)

@@ -1,0 +1,113 @@
+"""What a planner has to know of a run: its settings and the mean sample of its data, or of a stated mix.
+
+Config, config.json and indexed rows in; a `Recipe` out, and what is chosen from its estimates. Pure but for the index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from litchi.batch.cost import Work, forest_pairs
+from litchi.batch.sources import index_sources
+from litchi.config import Config, resolve_micro_batch_tokens
+from litchi.data.processor import load_processor
+from litchi.model.build import DTYPES, resolve_model
+from litchi.model.flops import read_costs
+from litchi.parallel.estimate import Estimate, Recipe, estimate
+from litchi.parallel.machines import Machine
+from litchi.parallel.mesh import Layout
+from litchi.parallel.plan import offer_layouts
+
+MIX = Work(
+    tokens=700, pairs=forest_pairs(700), rows=100, grids=((1, 42, 42),)
+)  # a picture of 588 x 588, text, an answer
+MIX_SAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Load:
+    """The data: samples of an epoch, and the mean one."""
+
+    samples: int
+    tokens: float
+    rows: float
+    patches: float
+    flops: float
+    longest: int
+    from_data: bool
+
+
+def read_load(config: Config, model: Mapping[str, Any]) -> Load:
+    """From the files of `data.train` where there are any, else `MIX`."""
+    costs = read_costs(
+        model,
+        scored=config.task == "rerank",
+        trainable=config.trainable,
+        checkpoint=config.train.checkpoint_activations,
+    )
+    if not config.data.train:
+        patches = sum(t * h * w for t, h, w in MIX.grids)
+        return Load(MIX_SAMPLES, MIX.tokens, MIX.rows, patches, costs.cost(MIX), MIX.tokens, False)
+    folder = resolve_model(config.model.path)
+    corpus = index_sources(config, config.data.train, load_processor(folder), by_curriculum=True)
+    rows = [row for source in corpus.sources for row in source.rows]
+    works = [row.work(row.chosen(config.train.seed, 0, config.data.negatives)) for row in rows]
+    n = len(works)
+    weighted = sum(round(len(s.rows) * w.weight) for s, w in zip(corpus.sources, config.data.train, strict=True))
+    return Load(
+        samples=max(1, weighted),
+        tokens=sum(w.tokens for w in works) / n,
+        rows=sum(w.rows for w in works) / n,
+        patches=sum(t * h * v for w in works for t, h, v in w.grids) / n,
+        flops=sum(map(costs.cost, works)) / n,
+        longest=max(w.tokens for w in works),
+        from_data=True,
+    )
+
+
+def make_recipe(config: Config, model: Mapping[str, Any], load: Load, *, device: str = "cuda") -> Recipe:
+    """What the planner has to know of a run, with `auto` as it comes out on a GPU that computes in bf16."""
+    parts = (config.trainable.vision, config.trainable.merger, config.trainable.language, config.trainable.head)
+    precision = config.train.precision
+    half = torch.float16 if precision == "fp16" else torch.bfloat16
+    fp32 = precision == "fp32" or (precision == "auto" and device == "cpu")
+    light = device == "cuda" and not fp32 and all(p.mode != "full" for p in parts)
+    held = config.model.dtype
+    return Recipe(
+        config=model,
+        trainable=config.trainable,
+        held=DTYPES[held] if held != "auto" else torch.bfloat16 if light else torch.float32,
+        computed=torch.float32 if fp32 else half,
+        global_batch=config.train.global_batch_size,
+        tokens=load.tokens,
+        rows=load.rows,
+        patches=0.0 if config.train.features == "precompute" else load.patches,
+        flops=load.flops,
+        longest=load.longest,
+        micro_batch_tokens=resolve_micro_batch_tokens(config, device),
+        optimizer=config.optim.name,
+        checkpoint=config.train.checkpoint_activations,
+        rerank=config.task == "rerank",
+        nf4=config.model.quantize == "nf4",
+        offload=config.train.offload,
+        device=device,
+    )
+
+
+def best_layout(recipe: Recipe, ranks: int, machine: Machine, *, cards: int = 8) -> Estimate | None:
+    """The layout that fits and is fastest, for `parallel: auto` on a GPU; None where nothing fits."""
+    found = [
+        estimate(recipe, layout, machine, cards=cards) for layout in offer_layouts(recipe.config, ranks, machine=cards)
+    ]
+    return min((e for e in found if e.fits), key=lambda e: e.step_s, default=None)
+
+
+def best_micro_batch(recipe: Recipe, layout: Layout, machine: Machine, most: int = 65_536) -> int:
+    """The largest power of two of tokens whose peak the planner gives room; an upper bound for a search. 0 if none."""
+    sizes = [2**n for n in range(9, most.bit_length()) if 2**n <= most]
+    fitting = [n for n in sizes if estimate(replace(recipe, micro_batch_tokens=n), layout, machine).fits]
+    return max(fitting, default=0)

@@ -1,0 +1,133 @@
+"""What every request goes through: a number, the gate, the time it may take, a line in the log, the metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+import traceback
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi.responses import JSONResponse
+
+from litchi.config.serve import Serve
+from litchi.serve.fetch import Fetcher
+from litchi.serve.limits import Gate, Refusal
+from litchi.serve.metrics import Metrics
+from litchi.serve.pool import Pool
+
+PATHS = {"/v1/rerank": "rerank", "/v1/score": "rerank", "/v1/chat/completions": "chat"}  # and whom they are for
+OPEN_PATHS = ("/health", "/metrics", "/openapi.json", "/v1/models")
+OFTEN = ("/health", "/metrics")  # asked every few seconds: not in the log
+INTERNAL = Refusal(500, "internal_error", "the server could not answer this request")
+
+
+@dataclass
+class Front:
+    """Everything a request meets on its way."""
+
+    pool: Pool
+    limits: Serve
+    gate: Gate
+    fetcher: Fetcher
+    metrics: Metrics
+    name: str
+    stopping: bool = False
+    held_bytes: int = 0  # of requests that are read or at work
+
+
+def write_log(**facts: Any) -> None:
+    """A line of JSON on stderr."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    print(json.dumps({"time": now, **facts}, ensure_ascii=False), file=sys.stderr, flush=True)
+
+
+def refuse(refusal: Refusal) -> JSONResponse:
+    return JSONResponse(refusal.to_json(), refusal.status, headers=refusal.headers)
+
+
+class Watch:
+    """Around every request: a number, the gate, the time it may take, a line in the log, the metrics."""
+
+    def __init__(self, app: Any, front: Front):
+        self.app, self.front = app, front
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        front, began = self.front, time.monotonic()
+        note: dict[str, Any] = {}
+        number = uuid.uuid4().hex[:16]
+        scope["state"] = {**scope.get("state", {}), "note": note, "number": number}
+        status = 0
+
+        async def tell(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", number.encode())]
+            await send(message)
+
+        path, who = scope["path"], None
+        try:
+            async with asyncio.timeout(front.limits.request_s):
+                try:
+                    if path in PATHS or path == "/v1/models":
+                        who = self._enter(scope)
+                    await self.app(scope, receive, tell)
+                except Refusal as refusal:
+                    await self._refuse(refusal, note, status, scope, receive, tell)
+                except Exception:
+                    traceback.print_exc()
+                    await self._refuse(INTERNAL, note, status, scope, receive, tell)
+        except TimeoutError:
+            late = Refusal(503, "timeout", f"not answered within {front.limits.request_s:g} s", retry_s=5, close=True)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1):
+                    await self._refuse(late, note, status, scope, receive, tell)
+        finally:
+            if who is not None:
+                front.gate.leave(who)
+            front.held_bytes -= note.get("bytes", 0)
+            self._note(scope, number, who, status, time.monotonic() - began, note)
+
+    def _enter(self, scope: Any) -> str:
+        front = self.front
+        headers = dict(scope["headers"])
+        authorization = headers.get(b"authorization", b"").decode("latin-1")
+        who = front.gate.enter(authorization, address_of(scope))
+        try:
+            if front.stopping:
+                raise Refusal(503, "stopping", "the server is stopping", retry_s=5, close=True)
+            if scope["path"] in PATHS:
+                front.pool.check_room()  # before anything is read: under a flood refusals have to be cheap
+        except Refusal:
+            front.gate.leave(who)
+            raise
+        return who
+
+    async def _refuse(self, refusal: Refusal, note: dict[str, Any], status: int, *asgi: Any) -> None:
+        note["error"] = refusal.code
+        if status == 0:  # nothing has been sent yet
+            await refuse(refusal)(*asgi)
+
+    def _note(self, scope: Any, number: str, who: str | None, status: int, took_s: float, note: dict[str, Any]) -> None:
+        """A line in the log, and in the metrics."""
+        path, keys = scope["path"], self.front.gate.keys
+        known = path if path in PATHS or path in OPEN_PATHS else "other"
+        self.front.metrics.see_request(known, status, took_s, note.get("waited_s"))
+        if path in OFTEN and status in (200, 503):
+            return
+        caller = {"client": address_of(scope)} | ({"key": who[:8]} if who is not None and keys else {})
+        asked = {"method": scope["method"], "path": path[:200], "status": status, "seconds": round(took_s, 4)}
+        write_log(id=number, **caller, **asked, **note)
+
+
+def address_of(scope: Any) -> str:
+    return (scope.get("client") or ("",))[0]

@@ -1,0 +1,273 @@
+"""A job -> pieces that fit into a batch: rendered, measured, its pictures decoded. Each request on its own.
+
+Whatever is wrong with a request is found here, before it meets others: a text too long, a picture that is broken,
+huge or a bomb. The decoder, the renderer and the limits on pixels are those the model was trained with.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from litchi.batch.collate import collate
+from litchi.batch.pictures import list_pictures
+from litchi.config.serve import Serve
+from litchi.data.features import NO_STAMP, PictureName
+from litchi.data.media import MediaError, decode_image, grid_of, picture_patches, read_header
+from litchi.data.render import Grid, Renderer
+from litchi.data.values import RowError
+from litchi.errors import UserError
+from litchi.serve.batcher import SPREAD_S, Budget, Work
+from litchi.serve.jobs import ChatJob, Job, ScoreJob
+from litchi.serve.limits import Refusal
+from litchi.serve.memory import FeatureMemory, Held
+from litchi.serve.requests import refuse_row
+from litchi.types import Batch, ChatSample, Content, Example, Media, PlacedMedia, RerankSample
+
+LETTERS_PER_TOKEN = 64  # no text has more; what is longer is refused without being tokenised
+TOO_LARGE = frozenset({"media_too_large"})
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """An example with the numbers of its documents in the job, and what its pictures are made of, by key."""
+
+    example: Example
+    group: int
+    documents: tuple[int, ...]
+    patches: Mapping[str, np.ndarray] = field(repr=False)
+    features: Mapping[str, Held] = field(repr=False)
+    query: Hashable = None  # equal for equal queries with equal instructions
+
+
+@dataclass(frozen=True)
+class Preparer:
+    """Everything a job needs on its way into a batch.
+
+    Args:
+        renderers: by task.
+        max_tokens: of a prompt.
+        memory: features of pictures met before, which need no decoding.
+        threads: decode pictures beside each other.
+    """
+
+    renderers: Mapping[str, Renderer]
+    max_tokens: int
+    budget: Budget
+    limits: Serve
+    memory: FeatureMemory
+    threads: ThreadPoolExecutor
+
+    def prepare(self, request: int, job: Job, now_s: float) -> list[Work]:
+        """Pieces of a job, each due in its turn. Raises Refusal."""
+        renderer = self.renderers["rerank" if isinstance(job, ScoreJob) else "chat"]
+        try:
+            pictures = Pictures(self, renderer)
+            if isinstance(job, ScoreJob):
+                planned = self._plan_scores(job, renderer, pictures)
+            else:
+                example = self._render_chat(job.sample, renderer, pictures)
+                planned = [Piece(example, 0, (0,), {}, {})]
+            return [
+                self._work(request, job, pictures.bring(piece), now_s, number) for number, piece in enumerate(planned)
+            ]
+        except RowError as error:
+            raise refuse_row(error) from None
+        except MediaError as error:
+            raise _refuse_picture(error, _where(job, error)) from None
+        except UserError as error:
+            raise Refusal(400, "unusable", error.what) from None
+        finally:
+            renderer.processor.forget()
+
+    def _work(self, request: int, job: Job, piece: Piece, now_s: float, number: int) -> Work:
+        example = piece.example
+        fresh = sum(placed.patches for placed in example.media if placed.media.key in piece.patches)
+        held = sum(patches.nbytes for patches in piece.patches.values())
+        room = job.max_tokens if isinstance(job, ChatJob) else 0
+        kind = "chat" if isinstance(job, ChatJob) else "score"
+        return Work(request, kind, example.tokens + room, fresh, now_s + SPREAD_S * number, held, piece)  # type: ignore[arg-type]
+
+    # --------------------------------------------------------------------------------------------- what is asked
+
+    def _plan_scores(self, job: ScoreJob, renderer: Renderer, pictures: Pictures) -> list[Piece]:
+        planned = []
+        for group, (sample, names) in enumerate(zip(job.samples, job.names, strict=True)):
+            self._check_letters("query", sample.query)
+            for name, document in zip(names, sample.documents, strict=True):
+                self._check_letters(name, document.content)
+            whole = renderer.render(sample, pictures.grid)
+            self._check_prompts(whole, names)
+            shares = cut_documents(whole, self.budget)
+            for share in shares:
+                example = whole if len(shares) == 1 else renderer.render(sample, pictures.grid, share)
+                query = (sample.instruction, sample.query.text, tuple(media.key for media in sample.query.media))
+                planned.append(Piece(example, group, share, {}, {}, query))
+        return planned
+
+    def _check_letters(self, name: str, content: Content) -> None:
+        if len(content.text) > LETTERS_PER_TOKEN * self.max_tokens:
+            raise self._too_long(name, f"{len(content.text)} letters")
+
+    def _check_prompts(self, whole: Example, names: Sequence[str]) -> None:
+        (_, prefix, _), *children = whole.spans
+        for name, (start, end, _) in zip(names, children, strict=True):
+            length = prefix + end - start
+            if length > self.max_tokens:
+                raise self._too_long(name, f"{length} tokens with the query")
+
+    def _too_long(self, name: str, found: str) -> Refusal:
+        message = f"{name} has {found}, {self.max_tokens} tokens are allowed: nothing is cut off"
+        return Refusal(413, "too_long", message, param=name)
+
+    def _render_chat(self, sample: ChatSample, renderer: Renderer, pictures: Pictures) -> Example:
+        letters = sum(len(part) for turn in sample.turns for part in turn.parts if isinstance(part, str))
+        if letters > LETTERS_PER_TOKEN * self.max_tokens:
+            raise self._too_long("messages", f"{letters} letters")
+        example, _ = renderer.render_prompt(sample, pictures.grid)
+        if example.tokens > self.max_tokens:
+            raise self._too_long("messages", f"{example.tokens} tokens")
+        return example
+
+
+class Pictures:
+    """The pictures of one request: looked at once each, then decoded once each, within the limits."""
+
+    def __init__(self, preparer: Preparer, renderer: Renderer):
+        self.preparer, self.renderer = preparer, renderer
+        self.grids: dict[str, Grid] = {}
+        self.pixels = 0
+        self.patches: dict[str, np.ndarray] = {}
+        self.features: dict[str, Held] = {}
+
+    def grid(self, media: Media) -> Grid:
+        """Grid of a picture, from its header. Raises MediaError, Refusal."""
+        known = self.grids.get(media.key)
+        if known is not None:
+            return known
+        limits = self.preparer.limits
+        try:
+            header = read_header(media)
+        except MediaError as error:
+            raise MediaError(error.code, error.reason, name=media.key) from None
+        pixels = header.width * header.height
+        self.pixels += pixels
+        if pixels > limits.picture_pixels:
+            found = f"{header.width} x {header.height} pixels, {limits.picture_pixels} together are allowed"
+            raise MediaError("media_too_large", found, name=media.key)
+        if self.pixels > limits.request_pixels:
+            found = f"the pictures have more than {limits.request_pixels} pixels together"
+            raise Refusal(413, "media_too_large", found)
+        return self.grids.setdefault(media.key, grid_of(header, self.renderer.processor.vision))
+
+    def bring(self, piece: Piece) -> Piece:
+        """The same piece with its pictures: features where they are known, else patches."""
+        placed = {one.media.key: one for one in piece.example.media}
+        fresh = []
+        for key, one in placed.items():
+            if key in self.patches or key in self.features:
+                continue
+            held = self.preparer.memory.look(name_of(one))
+            if held is None:
+                fresh.append(one)
+            else:
+                self.features[key] = held
+        for one, patches in zip(fresh, self.preparer.threads.map(self._decode, fresh), strict=True):
+            self.patches[one.media.key] = patches
+        return Piece(
+            piece.example,
+            piece.group,
+            piece.documents,
+            {key: self.patches[key] for key in placed if key in self.patches},
+            {key: self.features[key] for key in placed if key in self.features},
+            piece.query,
+        )
+
+    def _decode(self, placed: PlacedMedia) -> np.ndarray:
+        try:
+            rgb = decode_image(placed.media, window=self.renderer.window)
+        except MediaError as error:
+            raise MediaError(error.code, error.reason, name=placed.media.key) from None
+        patches, grid = picture_patches(rgb, spec=self.renderer.processor.vision)
+        assert grid == placed.grid
+        return patches
+
+
+def name_of(placed: PlacedMedia) -> PictureName:
+    """What the features of a picture that came as bytes are kept under."""
+    return PictureName(NO_STAMP, bytes.fromhex(placed.media.key.removeprefix("sha256:")), placed.grid)
+
+
+def cut_documents(whole: Example, budget: Budget) -> list[tuple[int, ...]]:
+    """Documents of a group that go into a batch together; a document that alone exceeds the budget goes alone."""
+    (_, prefix, _), *children = whole.spans
+    patches = [0] * len(whole.spans)
+    starts = [start for start, _, _ in whole.spans]
+    for media, at in whole.media_at:
+        patches[bisect_right(starts, at) - 1] += whole.media[media].patches
+    shares: list[list[int]] = []
+    tokens = pixels = 0
+    for number, (start, end, _) in enumerate(children):
+        tokens, pixels = tokens + end - start, pixels + patches[number + 1]
+        if not shares or tokens > budget.tokens or pixels > budget.patches:
+            shares.append([])
+            tokens, pixels = prefix + end - start, patches[0] + patches[number + 1]
+        shares[-1].append(number)
+    return [tuple(share) for share in shares]
+
+
+def _refuse_picture(error: MediaError, where: str | None) -> Refusal:
+    status = 413 if error.code in TOO_LARGE else 400
+    return Refusal(status, error.code, f"{where or 'a picture'}: {error.reason}", param=where)
+
+
+def _where(job: Job, error: MediaError) -> str | None:
+    """The field of the request that holds a picture."""
+
+    def holds(parts: Sequence[Any]) -> bool:
+        return any(isinstance(part, Media) and part.key == error.name for part in parts)
+
+    if isinstance(job, ChatJob):
+        return next((f"messages[{i}]" for i, turn in enumerate(job.sample.turns) if holds(turn.parts)), None)
+    for sample, names in zip(job.samples, job.names, strict=True):
+        for name, content in _named(sample, names):
+            if holds(content.media):
+                return f"{name}.image"
+    return None
+
+
+def _named(sample: RerankSample, names: Sequence[str]):
+    yield "query", sample.query
+    yield from zip(names, (d.content for d in sample.documents), strict=True)
+
+
+def collate_pieces(pieces: Sequence[Piece], renderer: Renderer, memory: FeatureMemory) -> Batch:
+    """One batch of pieces; each distinct picture once, as features where they are known by now."""
+    examples = [piece.example for piece in pieces]
+    placed = [one for one, _ in list_pictures(examples)]
+    known: dict[str, Held] = {}
+    patches: dict[str, np.ndarray] = {}
+    for piece in pieces:
+        known |= piece.features
+        patches |= piece.patches
+    for one in placed:
+        held = known.get(one.media.key) or memory.find(name_of(one))
+        if held is not None:
+            known[one.media.key] = held
+    fresh = {key: value for key, value in patches.items() if key not in known}
+    batch = collate(examples, fresh, renderer.processor)
+    flags = tuple(one.media.key in known for one in placed)
+    return replace(
+        batch,
+        kept=flags,
+        features=torch.cat([known[one.media.key].features for one in placed if one.media.key in known])
+        if any(flags)
+        else None,
+        names=tuple(name_of(one) for one, kept in zip(placed, flags, strict=True) if not kept),
+    )

@@ -1,0 +1,156 @@
+"""Runs that lose a rank or their launcher, are told to stop, or hang: they go on unaided or end at once, whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+
+import psutil
+import pytest
+from processes import Program, rank_variables, run_litchi, start_litchi
+from runs import read_rows, rerank_rows
+
+from litchi.errors import RestartError, StoppedError
+from litchi.parallel.launch import Budget, Ended
+from litchi.scale import chaos
+from litchi.train.checkpoint import list_checkpoints
+
+# ------------------------------------------------------------------------------------------------------- decisions
+
+
+def test_a_new_checkpoint_renews_the_restarts():
+    budget = Budget(3, reached=0)
+    assert [budget.take(0) for _ in range(4)] == [1, 2, 4, None]
+    assert budget.take(10) == 1 and budget.take(10) == 2 and budget.take(9) == 4, "going back is no progress"
+    assert budget.take(9) is None and budget.take(11) == 1
+    assert Budget(0, reached=0).take(5) is None
+    many = Budget(10, reached=0)
+    assert [many.take(0) for _ in range(10)][-4:] == [60] * 4
+
+
+def test_an_error_is_never_started_again():
+    kinds = {status: Ended(0, status) for status in (0, 1, 2, 3, 4, 75, 76, -9, -11)}
+    assert [status for status, ended in kinds.items() if ended.again] == [76, -9, -11]
+    assert (RestartError.status, StoppedError.status) == (76, 75)
+    heavier = sorted(kinds.values(), key=lambda one: one.weight)
+    assert [one.status for one in heavier][:2] == [0, 75] and {one.status for one in heavier[-4:]} == {1, 2, 3, 4}
+    assert str(kinds[-9]) == "rank 0 was ended by SIGKILL"
+
+
+# ------------------------------------------------------------------------------------------------- two ranks, whole
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory):
+    return chaos.Room(tmp_path_factory.mktemp("chaos") / "room", Program)
+
+
+def test_a_killed_rank_is_started_again(room):
+    chaos.kill_rank(room, "rank", rank=1, step=5)
+    events = [e for e in read_rows(room.folder / "rank" / "events.jsonl") if e["event"] == "restart"]
+    assert events == [{"event": "restart", "step": 4, "rank": 1, "status": -9, "attempt": 1}]
+
+
+def test_a_killed_launcher_leaves_nothing_running(room):
+    chaos.kill_launcher(room, "launcher", step=5)
+
+
+def test_a_signal_cuts_an_evaluation_short(room):
+    chaos.stop_in_evaluation(room, "evaluation", number=signal.SIGUSR1)
+
+
+@pytest.mark.slow
+def test_a_loader_that_stands_still_is_noticed(room):
+    chaos.halt_loader(room, "loader", hang_s=2.0)
+    with pytest.raises(chaos.Failed, match="not bit-identical"):  # the comparison can fail
+        (line, *rest) = (room.folder / "loader" / "metrics.jsonl").read_text().splitlines()
+        (room.folder / "loader" / "metrics.jsonl").write_text("\n".join([line.replace('"loss": ', '"loss": 1'), *rest]))
+        room.compare("loader")
+
+
+@pytest.mark.slow
+def test_a_signal_in_a_step_in_a_save_and_at_the_start(room):
+    chaos.stop_in_step(room, "step")
+    chaos.stop_in_saving(room, "saving", number=signal.SIGINT)
+    chaos.stop_at_start(room, "start")
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_is_noticed(room):
+    chaos.halt_rank(room, "halted", hang_s=2.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_scorecard(tmp_path):
+    """Each fault once, done to the real program."""
+    ended = run_litchi(tmp_path, "selfcheck", "--chaos", "--quick", "--json", timeout_s=1700)
+    report = json.loads(ended.out)
+    assert ended.status == 0 and report["passed"], ended.err
+    assert len({one["fault"] for one in report["faults"]}) == 8
+    assert "| SIGKILL of a rank | 2 | 2 |" in chaos.format_report(report)
+    broken = {"faults": [{"fault": "x", "passed": False}, {"fault": "x", "passed": True, "notice_s": 1.0}]}
+    assert chaos.format_report(broken).splitlines()[-1] == "| x | 2 | 1 | 1.0 to 1.0 |"
+
+
+# ----------------------------------------------------------------------------------------------------- one process
+
+
+@pytest.fixture
+def words(tmp_path):
+    (tmp_path / "c.yaml").write_text("task: rerank\n")
+    data = rerank_rows(tmp_path)
+    return [
+        *("train", str(tmp_path / "c.yaml"), f"data.train={data}", f"output={tmp_path / 'run'}"),
+        *("model.path=builtin:tiny", "track=[]", "data.workers=1", "train.global_batch_size=2"),
+        *("train.export=never", "train.rehearse=false"),
+    ]  # fmt: skip
+
+
+def test_a_signal_before_the_first_step_ends_at_once_and_harms_nothing(tmp_path, words):
+    short = [*words, "train.steps=2"]
+    assert run_litchi(tmp_path / "a", *short).status == 0
+    longer = [*words, "train.steps=4", "--allow-changed", "train.steps"]
+    one = start_litchi(tmp_path / "b", *longer)
+    one.wait_for("6 of 6 rows")
+    os.kill(one.pid, signal.SIGTERM)
+    ended = one.end(20)
+    assert ended.status == 75 and "stopped by SIGTERM before its first step" in ended.err, ended.err
+    assert [c.step for c in list_checkpoints(tmp_path / "run")][-1] == 2
+    assert run_litchi(tmp_path / "c", *longer).status == 0
+    assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_second_notice_does_not_keep_a_run_from_saving(tmp_path, words):
+    one = start_litchi(tmp_path / "a", *words, "train.steps=2000")
+    one.wait_for("step    2/2000")
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+        os.kill(one.pid, number)
+    ended = one.end(20)
+    assert ended.status == 75 and "stopped by SIG" in ended.err
+    done = read_rows(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
+    assert [c.step for c in list_checkpoints(tmp_path / "run")] == [done]
+
+
+def test_a_lost_loader_is_named(tmp_path, words):
+    one = start_litchi(tmp_path / "a", *words, "train.steps=2000")
+    one.wait_for("step    2/2000")
+    (loader,) = psutil.Process(one.pid).children()
+    loader.kill()
+    ended = one.end(20)
+    assert ended.status == 4 and ended.err.count("error: ") == 1, ended.err
+    assert "error: a process that loads samples was ended: DataLoader worker (pid" in ended.err
+
+
+def test_a_port_that_is_taken_is_named(tmp_path, words):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        env = {**rank_variables(2)[0], "MASTER_PORT": port}
+        for where, more, extra in (("127.0.0.1", env, []), ("localhost", {"MASTER_PORT": port}, ["--procs", "2"])):
+            ended = start_litchi(tmp_path / where, *words, *extra, env=more).end(30)
+            assert ended.status == 4, ended.err
+            assert f"error: ranks cannot meet at {where}:{port}: another process listens there" in ended.err
