@@ -246,6 +246,7 @@ def test_what_cannot_be_served_is_said_with_its_status(tmp_path):
     assert typo.status == 2 and "serve.queue" in typo.err and "loading" not in typo.err
 
 
+@pytest.mark.slow
 def test_a_signal_lets_running_requests_finish(tmp_path):
     with serving.serving(tmp_path, "builtin:tiny", *PIXELS, "serve.wait_ms=1500") as server:
         url = server.url

@@ -150,6 +150,7 @@ def test_compressed_bodies_are_not_read(server):
     assert_said(answer, {415})
 
 
+@pytest.mark.slow
 def test_who_has_no_key_or_asks_too_often_is_refused(tmp_path):
     (tmp_path / "keys").write_text("# of the shop\nfirst-key\n\nsecond-key\n")
     words = ("builtin:tiny", "--api-key-file", str(tmp_path / "keys"), "serve.rate=0.01", *PIXELS)

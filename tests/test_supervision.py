@@ -57,6 +57,7 @@ def test_a_killed_launcher_leaves_nothing_running(room):
     chaos.kill_launcher(room, "launcher", step=5)
 
 
+@pytest.mark.slow
 def test_a_signal_cuts_an_evaluation_short(room):
     chaos.stop_in_evaluation(room, "evaluation", number=signal.SIGUSR1)
 

@@ -42,17 +42,15 @@ def quantize_language(hf: nn.Module, family: Family) -> None:
 
 def bitsandbytes_functions() -> Any:
     """Its functional module, or MachineError where it is not installed."""
-    return _library().functional
+    return _library("weights in nf4").functional
 
 
-def _library() -> Any:
+def _library(what: str = "model.quantize=nf4") -> Any:
     """bitsandbytes: importing it takes seconds, so it happens where a layer is in 4 bits."""
     try:
         import bitsandbytes
     except ImportError as error:
-        raise MachineError(
-            "weights in nf4", why="bitsandbytes is not installed", remedy="pip install 'litchi[quant]'"
-        ) from error
+        raise MachineError(what, why="bitsandbytes is not installed", remedy="pip install 'litchi[quant]'") from error
     return bitsandbytes
 
 
