@@ -190,3 +190,12 @@ def test_what_auto_would_take():
     tokens = best_micro_batch(replace(recipe, global_batch=512, known={}), best.layout, A100)
     less = best_micro_batch(replace(recipe, global_batch=512, known={}), best.layout, find_machine("rtx4090"))
     assert tokens > less > 0
+
+
+def test_what_is_missing_or_unknown_is_named(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("task: chat\n", encoding="utf-8")
+    status, _, err = plan(str(file), "--gpu", "a100-80gb")
+    assert status == 2 and "model.path" in err and "config.json" not in err
+    status, _, err = plan(str(file), "--model-size", "7b", "--gpu", "abacus")
+    assert status == 2 and "abacus" in err and "a100-80gb" in err

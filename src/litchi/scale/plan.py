@@ -55,9 +55,10 @@ def plan_run(
     path: str, overrides: list[str], *, size: str | None, gpu: str, gpus: int, nodes: int, price: float | None
 ) -> dict[str, Any]:
     """The report of the verb: what was assumed, and the layouts, the recommended one first."""
-    config = load_config(path, overrides, need=())
+    machine = find_machine(gpu)
+    config = load_config(path, overrides, need=() if size else ("model.path",))
     model = size_config(size) if size else read_config(resolve_model(config.model.path))
-    machine, load = find_machine(gpu), read_load(config, model)
+    load = read_load(config, model)
     recipe = make_recipe(config, model, load)
     cost = machine.price if price is None else price
     layouts: list[dict[str, Any]] = []
