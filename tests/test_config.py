@@ -377,7 +377,6 @@ REFUSED = {  # a use of every key of LATER, and what may be used instead
     "parallel.pp_schedule": ("zero_bubble", "use 1f1b or gpipe"),
     "model.quantize": ("int8", "use none or nf4"),
     "optim.name": ("adamw8bit", "use adamw or sgd"),
-    "data.video.segment_s": ("300", "leave it at null"),
     "trainable.lora.variant": ("dora", "use lora or rslora"),
     "track": ("[tensorboard, wandb]", "use tensorboard"),
 }

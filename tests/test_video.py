@@ -413,14 +413,31 @@ time.sleep(60)
 """
 
 
-def test_no_process_is_left_when_the_parent_is_killed(tmp_path):
+SLOW = """
+import sys, time
+from litchi.data.decoder import Decoder
+sys.path.insert(0, sys.argv[1])  # where numpy takes a minute to import
+decoder = Decoder()
+decoder._start()
+print(decoder.process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("when", ["idle", "importing"])
+def test_no_process_is_left_when_the_parent_is_killed(tmp_path, when):
     path = write_clip(tmp_path / "a.mp4", 3)
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, path], stdout=subprocess.PIPE, text=True)
+    body = "import pathlib, time\npathlib.Path(__file__).with_name('x').touch()\ntime.sleep(60)\n"
+    (tmp_path / "numpy.py").write_text(body)
+    words = [PARENT, path] if when == "idle" else [SLOW, str(tmp_path)]
+    parent = subprocess.Popen([sys.executable, "-c", *words], stdout=subprocess.PIPE, text=True)
     child = psutil.Process(int(parent.stdout.readline()))
+    deadline = time.monotonic() + 30
+    while when == "importing" and not (tmp_path / "x").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert child.is_running()
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 20
     while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

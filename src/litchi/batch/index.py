@@ -29,15 +29,16 @@ from litchi.batch.rows import (
     with_step,
 )
 from litchi.data.jsonl import Lines, RowError, read_offsets
-from litchi.data.media import RULES, file_stamp, media_paths, media_warnings
+from litchi.data.media import RULES, MediaError, file_stamp, media_paths, media_warnings
 from litchi.data.orphans import end_with_parent
 from litchi.data.render import Renderer
+from litchi.data.segments import Cutting, Segment, cut_sample, has_answer, split_sample
 from litchi.data.verdicts import PASSING, Verdict, cache_root, check_media
 from litchi.types import IGNORE, ChatSample, Example, Finding, Media, RerankSample, Sample, Source
 
-INDEX_VERSION = 4  # raise when a change alters what a scan finds
+INDEX_VERSION = 5  # raise when a change alters what a scan finds
 CHUNK_ROWS = 256  # rows a worker scans between two signs of progress
-EXCLUDED = {"no_answer", "nothing_to_learn", "too_long"}  # rows that are left out without being wrong
+EXCLUDED = {"no_answer", "no_event", "nothing_to_learn", "too_long"}  # rows that are left out without being wrong
 
 Gather = Callable[[Any], list[Any]]
 Progress = Callable[[int, int], None]
@@ -75,7 +76,8 @@ class SourceIndex:
 
     def load(self, row: RowCost, renderer: Renderer) -> Sample:
         """Read and parse a usable row again."""
-        return renderer.parse(self.lines.read(row.line), self.source(row), require_labels=False)[0]
+        sample = renderer.parse(self.lines.read(row.line), self.source(row), require_labels=False)[0]
+        return cut_sample(sample, row.segment) if row.segment and isinstance(sample, ChatSample) else sample
 
 
 @dataclass(frozen=True)
@@ -108,15 +110,41 @@ def scan_rows(lines: Lines, numbers: Sequence[int], renderer: Renderer, rules: S
         cache=cache_root() / "media.sqlite",
         window=renderer.window,
     )
+    whole: list[tuple[int, Segment | None, Sample]] = [(i, None, sample) for i, sample in samples]
+    if renderer.cutting is not None:
+        whole, said = _cut_samples(samples, verdicts, renderer.cutting, renderer.window, rules)
+        findings += said
     costs = []
-    for i, sample in samples:
+    for i, segment, sample in whole:
         try:
             cost, said = _scan_sample(i, sample, verdicts, renderer, rules)
-            costs.append(cost)
+            costs.append(cost._replace(segment=segment))
             findings += said
         except RowError as error:
             findings.append(_row_finding(sample.source, error.code, error.what, rules))
     return costs, findings, _media_stamps(m for _, s in samples for m in sample_media(s))
+
+
+def _cut_samples(samples, verdicts: dict[str, Verdict], cutting: Cutting, window, rules: ScanRules):
+    """Segments in the place of rows with a long video; `verdicts` gains those on their parts."""
+    out: list[tuple[int, Segment | None, Sample]] = []
+    findings: list[Finding] = []
+    for i, sample in samples:
+        try:
+            readable = all(verdicts[m.key].code is None for m in sample_media(sample))
+            parts = split_sample(sample, cutting) if readable else []
+        except (RowError, MediaError) as error:
+            reason = error.reason if isinstance(error, MediaError) else error.what
+            findings.append(_row_finding(sample.source, error.code, reason))
+            continue
+        said = [(i, segment, part) for segment, part in parts if has_answer(part) or not rules.require_labels]
+        if len(said) < len(parts):
+            found = f"{len(parts) - len(said)} of {len(parts)} segments are left out: no answer belongs to them"
+            findings.append(_row_finding(sample.source, "no_event", found))
+        out += said if parts else [(i, None, sample)]
+    fresh = [m for _, segment, sample in out if segment for m in sample_media(sample) if m.key not in verdicts]
+    verdicts |= check_media(fresh, decode=False, cache=cache_root() / "media.sqlite", window=window)
+    return out, findings
 
 
 def _row_finding(source: Source, code: str, message: str, rules: ScanRules | None = None) -> Finding:
@@ -345,6 +373,7 @@ def _index_key(path: str, renderer: Renderer, rules: ScanRules) -> str:
         renderer.instruction,
         renderer.media_root,
         renderer.window,
+        renderer.cutting,
         asdict(renderer.template) if renderer.template else None,
         hashlib.sha256(processor.tokenizer_json.encode()).hexdigest(),
         processor.chat_template,

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from litchi.batch.cost import Grid, Work, forest_pairs
 from litchi.batch.schedule import choose_negatives
 from litchi.data.media import Header, grid_of
+from litchi.data.segments import Segment
 from litchi.data.video import fit_video, step_of, video_size
 from litchi.types import Content, Example, Media, VisionSpec
 
@@ -45,6 +46,7 @@ class RowCost(NamedTuple):  # half the memory of a dataclass, and read from the 
     sizes: tuple[Size, ...] = ()
     names: tuple[int, ...] = ()  # the same number for the same picture in all rows of all files
     shown: tuple[tuple[int, ...], ...] = ()
+    segment: Segment | None = None  # of a row whose video is cut
 
     def chosen(self, seed: int, epoch: int, wanted: int | None) -> tuple[int, ...] | None:
         """Documents that take part in an epoch: all positives and the chosen negatives. None for chat."""

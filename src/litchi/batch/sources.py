@@ -13,6 +13,7 @@ from litchi.batch.index import Gather, Progress, ScanRules, SourceIndex, build_i
 from litchi.batch.loader import Corpus
 from litchi.data.processor import Processor
 from litchi.data.render import Renderer
+from litchi.data.segments import Cutting
 from litchi.data.templates import find_template
 from litchi.errors import DataError
 from litchi.types import Finding, VisionSpec
@@ -25,7 +26,7 @@ SHOWN = 20  # findings an error lists
 
 def make_renderer(config: Config, processor: Processor, path: str) -> Renderer:
     """The renderer of one file: relative media start from `data.media_root` or the file's own folder."""
-    rerank = config.task == "rerank"
+    rerank, video = config.task == "rerank", config.data.video
     template = find_template(config.data.template) if rerank else None
     if template is not None:
         processor.word(template.yes), processor.word(template.no)  # each must be one token
@@ -36,6 +37,7 @@ def make_renderer(config: Config, processor: Processor, path: str) -> Renderer:
         instruction=config.data.instruction,
         media_root=config.data.media_root or os.path.dirname(os.path.abspath(path)),
         window=config.data.window,
+        cutting=None if video.segment_s is None else Cutting(video.segment_s, video.segment == "scenes"),
     )
 
 

@@ -204,6 +204,9 @@ def _conflicts(config: Config, *, training: bool) -> Iterator[_Problem]:
         for key, value in (("data.negatives", data.negatives), ("data.instruction", data.instruction)):
             if value is not None:
                 yield _Problem(f"{key} is {show(value)}: it belongs to task rerank, not to chat", (key, "task"))
+    elif data.video.segment_s is not None:
+        text = f"data.video.segment_s is {data.video.segment_s:g}: labels of documents belong to whole videos"
+        yield _Problem(f"{text}. Leave it at null, or set task to chat", ("data.video.segment_s", "task"))
     if data.pixels.min and data.pixels.max and data.pixels.min > data.pixels.max:
         text = f"data.pixels.min is {data.pixels.min}: at most data.pixels.max, {data.pixels.max}"
         yield _Problem(text, ("data.pixels.min", "data.pixels.max"))

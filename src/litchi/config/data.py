@@ -34,7 +34,9 @@ class Video(Section):
     """Pixels of all frames together at most, two that make one patch in time counted once; null: the model's own,
     90,316,800. It lowers the budget of a frame, at the lowest to its least."""
     segment_s: Annotated[float, Gt(0)] | None = None
-    """Length of a segment of a long video in seconds; null: not cut."""
+    """Length of a segment of a long video in seconds, each a sample of its own (chat); null: not cut."""
+    segment: Literal["fixed", "scenes"] = "fixed"
+    """Where `segment_s` cuts: after each such time, or at scene changes and within a scene that is longer."""
 
 
 class DataSource(Section):

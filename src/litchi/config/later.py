@@ -16,7 +16,6 @@ LATER = {
     "parallel.pp_schedule": Later("several runs of layers on a stage", ("interleaved", "zero_bubble")),
     "model.quantize": Later("training on weights in 8 bits", ("int8",)),
     "optim.name": Later("an optimizer with its state in 8 bits", ("adamw8bit",)),
-    "data.video.segment_s": Later("cutting a long video into samples"),
     "trainable.lora.variant": Later("DoRA", ("dora",)),
     "track": Later("a tracker other than tensorboard", ("trackio", "wandb", "mlflow")),
 }

@@ -17,6 +17,7 @@ import numpy as np
 
 from litchi.data.jsonl import RowError, parse_sample
 from litchi.data.processor import END_OF_TURN, IMAGE_PAD, VIDEO_PAD, VISION_END, VISION_START, Processor
+from litchi.data.segments import Cutting
 from litchi.data.templates import RerankTemplate
 from litchi.types import IGNORE, ChatSample, Content, Example, Finding, Media, PlacedMedia, RerankSample, Sample, Source
 
@@ -39,6 +40,7 @@ class Renderer:
         instruction: replaces the template's default where the row has none.
         media_root: what relative paths are relative to.
         window: grey levels (low, high) of 16-bit pictures; None divides by 257.
+        cutting: of long videos into rows of their own, which a scan does; None: they stay whole.
     """
 
     task: Literal["chat", "rerank"]
@@ -47,6 +49,7 @@ class Renderer:
     instruction: str | None = None
     media_root: str = "."
     window: tuple[int, int] | None = None
+    cutting: Cutting | None = None
 
     def parse(self, raw: bytes, source: Source, *, require_labels: bool = True) -> tuple[Sample, list[Finding]]:
         """Parse one line of a file. Raises RowError."""

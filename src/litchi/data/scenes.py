@@ -19,12 +19,13 @@ RATIO = 4.0
 NEIGHBOURS = 8  # on each side
 
 
-def find_scenes(path: str) -> list[tuple[float, float]]:
-    """Begin and end of each scene in seconds; the first begins with the video, the last ends with it.
+def find_scenes(video: str | Media) -> list[tuple[float, float]]:
+    """Begin and end of each scene of a file, or of the wanted part of it, in seconds; the first begins with the video,
+    the last ends with it.
 
     A scene begins when its first frame is shown. Raises MediaError.
     """
-    media = Media("video", path)
+    media = Media("video", video) if isinstance(video, str) else video
     decoder = own_decoder()
     line = decoder.scan(media)
     times, near, far = [], [], []

@@ -58,12 +58,24 @@ def check_video(media: Media) -> None:
         pass
 
 
+def video_times(media: Media) -> tuple[list[float], float]:
+    """When the frames of a video or its part are shown, and until when the last is, in seconds. Raises MediaError."""
+    line = _timeline(media)
+    return [line.at(tick) for tick in line.times.tolist()], line.at(line.end)
+
+
 def _timeline(media: Media) -> Timeline:
+    if media.data is not None:  # not remembered: that would hold the bytes of files
+        return _scan(media)
     return _scanned(media, tuple(file_stamp(path) for path in media_paths(media)))
 
 
 @lru_cache(maxsize=64)
 def _scanned(media: Media, stamps: tuple[tuple[int, int], ...]) -> Timeline:
+    return _scan(media)
+
+
+def _scan(media: Media) -> Timeline:
     frames = list_frames(media)
     if frames is None:
         open_media(media)

@@ -226,9 +226,18 @@ def _chat_loss(wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure) -> f
 
 
 def generate_set(
-    wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure, progress: Progress | None = None
+    wrapped: Wrapped,
+    data: EvalSet,
+    ranks: Ranks,
+    how: Measure,
+    progress: Progress | None = None,
+    keep: Callable[[str, str], None] | None = None,
 ) -> list[tuple[str, str, str, dict[str, Any]]]:
-    """Greedy answers to every row's last turn: (id, answer, reference, fields), in the order of the file."""
+    """Greedy answers to every row's last turn: (id, answer, reference, fields), in the order of the file.
+
+    Args:
+        keep: told (id, answer) of each as soon as it is there, on the rank where it is.
+    """
     processor = data.renderer.processor
     _refuse_generation(wrapped)
     stop = stop_ids(wrapped, processor)
@@ -245,7 +254,11 @@ def generate_set(
                 wrapped.owner, batch, stop=stop, max_new_tokens=how.max_new_tokens, anyone_alive=alive
             )
         if wrapped.leads:
-            mine += [(row, processor.decode(a.ids)) for (row, _), a in zip(jobs[number].picks, answers, strict=True)]
+            made = [(row, processor.decode(a.ids)) for (row, _), a in zip(jobs[number].picks, answers, strict=True)]
+            mine += made
+            if keep is not None:
+                for row, text in made:
+                    keep(data.index.rows[row].id, text)
         how.between()
         if progress is not None:
             progress(number + 1, len(jobs))

@@ -22,6 +22,7 @@ from litchi.batch.index import CHUNK_ROWS, ScanRules, sample_media, scan_rows
 from litchi.data.content import content_key, is_named, key_of, media_key, plain_text, query_key, turn_keys
 from litchi.data.jsonl import Lines
 from litchi.data.render import Renderer
+from litchi.data.segments import cut_sample
 from litchi.errors import MachineError
 from litchi.types import ChatSample, Content, Finding, Media, RerankSample, Sample, Source
 
@@ -159,6 +160,8 @@ def scan_chunk(
     for cost in costs:
         source = Source(lines.path, int(lines.numbers[cost.line]))
         sample, _ = renderer.parse(lines.read(cost.line), source, require_labels=rules.require_labels)
+        if cost.segment is not None and isinstance(sample, ChatSample):
+            sample = cut_sample(sample, cost.segment)
         largest = max((w * h for w, h, *_ in cost.sizes), default=0)
         for name, value in (
             ("row", cost.line),

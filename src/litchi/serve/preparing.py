@@ -6,6 +6,7 @@ huge or a bomb. The decoder, the renderer and the limits on pixels are those the
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +18,13 @@ import torch
 
 from litchi.batch.collate import collate
 from litchi.batch.pictures import list_pictures
+from litchi.batch.rows import fit_grid, size_of, with_step
 from litchi.config.serve import Serve
 from litchi.data.features import NO_STAMP, PictureName
-from litchi.data.media import MediaError, decode_image, grid_of, picture_patches, read_header
-from litchi.data.render import Grid, Renderer
+from litchi.data.media import MediaError, decode_image, picture_patches, read_header
+from litchi.data.render import Renderer
 from litchi.data.values import RowError
+from litchi.data.video import read_video_header, video_patches
 from litchi.errors import UserError
 from litchi.serve.batcher import SPREAD_S, Budget, Work
 from litchi.serve.jobs import ChatJob, Job, ScoreJob
@@ -141,30 +144,31 @@ class Pictures:
 
     def __init__(self, preparer: Preparer, renderer: Renderer):
         self.preparer, self.renderer = preparer, renderer
-        self.grids: dict[str, Grid] = {}
+        self.grids: dict[str, Any] = {}  # as `GridOf` gives them
         self.pixels = 0
         self.patches: dict[str, np.ndarray] = {}
         self.features: dict[str, Held] = {}
 
-    def grid(self, media: Media) -> Grid:
-        """Grid of a picture, from its header. Raises MediaError, Refusal."""
+    def grid(self, media: Media) -> Any:
+        """Grid of a picture or video, from its header. Raises MediaError, Refusal."""
         known = self.grids.get(media.key)
         if known is not None:
             return known
-        limits = self.preparer.limits
+        limits, spec = self.preparer.limits, self.renderer.processor.vision
         try:
-            header = read_header(media)
+            header = read_header(media) if media.kind == "image" else read_video_header(media)
         except MediaError as error:
             raise MediaError(error.code, error.reason, name=media.key) from None
+        size = size_of(media, header, spec)
         pixels = header.width * header.height
-        self.pixels += pixels
         if pixels > limits.picture_pixels:
             found = f"{header.width} x {header.height} pixels, {limits.picture_pixels} together are allowed"
             raise MediaError("media_too_large", found, name=media.key)
+        self.pixels += pixels * (1 if len(size) == 2 else size[2])
         if self.pixels > limits.request_pixels:
-            found = f"the pictures have more than {limits.request_pixels} pixels together"
+            found = f"the pictures and frames have more than {limits.request_pixels} pixels together"
             raise Refusal(413, "media_too_large", found)
-        return self.grids.setdefault(media.key, grid_of(header, self.renderer.processor.vision))
+        return self.grids.setdefault(media.key, with_step(fit_grid(size, spec), size, spec))
 
     def bring(self, piece: Piece) -> Piece:
         """The same piece with its pictures: features where they are known, else patches."""
@@ -190,18 +194,24 @@ class Pictures:
         )
 
     def _decode(self, placed: PlacedMedia) -> np.ndarray:
+        media, spec = placed.media, self.renderer.processor.vision
         try:
-            rgb = decode_image(placed.media, window=self.renderer.window)
+            if media.kind == "video":
+                patches, grid = video_patches(media, spec=spec)
+            else:
+                patches, grid = picture_patches(decode_image(media, window=self.renderer.window), spec=spec)
         except MediaError as error:
-            raise MediaError(error.code, error.reason, name=placed.media.key) from None
-        patches, grid = picture_patches(rgb, spec=self.renderer.processor.vision)
+            raise MediaError(error.code, error.reason, name=media.key) from None
         assert grid == placed.grid
         return patches
 
 
 def name_of(placed: PlacedMedia) -> PictureName:
-    """What the features of a picture that came as bytes are kept under."""
-    return PictureName(NO_STAMP, bytes.fromhex(placed.media.key.removeprefix("sha256:")), placed.grid)
+    """What the features of a picture or video that came as bytes are kept under."""
+    key = placed.media.key
+    video = placed.media.kind == "video"
+    name = hashlib.sha256(key.encode()).digest() if video else bytes.fromhex(key.removeprefix("sha256:"))
+    return PictureName(NO_STAMP, name, placed.grid)
 
 
 def cut_documents(whole: Example, budget: Budget) -> list[tuple[int, ...]]:
@@ -238,7 +248,7 @@ def _where(job: Job, error: MediaError) -> str | None:
     for sample, names in zip(job.samples, job.names, strict=True):
         for name, content in _named(sample, names):
             if holds(content.media):
-                return f"{name}.image"
+                return f"{name}.{next(media.kind for media in content.media if media.key == error.name)}"
     return None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from litchi.config.serve import Serve
 from litchi.data.jsonl import parse_fields
-from litchi.data.values import RowError, load_object, show
+from litchi.data.values import CUT_KEYS, RowError, load_object, show
 from litchi.serve.jobs import ChatJob, Job, ScoreJob
 from litchi.serve.limits import Refusal
 from litchi.types import ChatSample, Content, Document, Finding, Media, RerankSample, Source, Turn
@@ -265,11 +265,12 @@ def _message(message: Any) -> Any:
 
 
 def _video(part: Any) -> Any:
-    """{"type": "video_url", "video_url": {"url": ...}} as data files have it."""
+    """{"type": "video_url", "video_url": {"url": ...}, "start": ...} as data files have it."""
     if not isinstance(part, dict) or part.get("type") != "video_url":
         return part
     value = part.get("video_url")
-    return {"type": "video", "video": value.get("url") if isinstance(value, dict) else value}
+    times = {key: part[key] for key in CUT_KEYS & part.keys()}
+    return {"type": "video", "video": value.get("url") if isinstance(value, dict) else value, **times}
 
 
 def _stops(value: Any) -> tuple[str, ...]:

@@ -56,6 +56,9 @@ class Target:
             "data.window": settings["data"]["window"],
             "train.precision": settings["train"]["precision"],
         }
+        video = settings["data"].get("video") or {}  # runs of before have none
+        facts |= {f"data.video.{key}": video.get(key) for key in ("fps", "min_frames", "max_frames", "pixels")}
+        facts |= {f"data.video.frame_pixels.{key}": value for key, value in video.get("frame_pixels", {}).items()}
         if self.manifest["task"] == "rerank":
             facts["data.template"] = self.manifest["template"]
         return {key: value for key, value in facts.items() if value is not None}
