@@ -145,8 +145,15 @@ def run_job(ranks: Ranks, words: Sequence[str]) -> Ran:
 
 
 def run_jobs(ranks: Ranks, folder: str, jobs: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
-    """Run jobs of one number of ranks in these processes, one after the other."""
-    return [asdict(run_job(ranks, Job(**job).words(Path(folder)))) for job in jobs]
+    """Run jobs of one number of ranks in these processes, one after the other; the main one says how far they are."""
+    say = sys.stderr if ranks.is_main else io.StringIO()
+    found = []
+    for done, job in enumerate(jobs, 1):
+        # What a run says of itself is of no interest here.
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            found.append(asdict(run_job(ranks, Job(**job).words(Path(folder)))))
+        print(f"{done} of {len(jobs)}: {job['layout']}, {job['trained']}, {job['task']}", file=say, flush=True)
+    return found
 
 
 def write_untied(folder: Path) -> None:
@@ -257,9 +264,8 @@ def compare(job: Job, ran: Mapping[Job, Ran], same: float) -> Line:
 
 
 def run_file(ranks: Ranks, file: Path) -> None:
-    """What each rank of `check_layouts` does; what a run says of itself is of no interest here."""
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        found = run_jobs(ranks, str(file.parent), json.loads(file.read_text(encoding="utf-8")))
+    """What each rank of `check_layouts` does."""
+    found = run_jobs(ranks, str(file.parent), json.loads(file.read_text(encoding="utf-8")))
     if ranks.is_main:
         file.with_suffix(".out").write_text(json.dumps(found), encoding="utf-8")
 
