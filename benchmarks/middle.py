@@ -31,9 +31,12 @@ def middle_config(tiny: Path) -> Qwen2_5_VLConfig:
     return config
 
 
-def write_middle(tiny: Path, folder: Path) -> Path:
-    """Save the model beside the tokenizer and the processor of a small one."""
+def write_middle(tiny: Path, folder: Path, *, vocabulary: int | None = None) -> Path:
+    """Save the model beside the tokenizer and the processor of a small one; 40 M with no more tokens than that has."""
     torch.manual_seed(0)
     shutil.copytree(tiny, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
-    Qwen2_5_VLForConditionalGeneration._from_config(middle_config(tiny), dtype=torch.float32).save_pretrained(folder)
+    config = middle_config(tiny)
+    if vocabulary is not None:
+        config.text_config.vocab_size = vocabulary
+    Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder

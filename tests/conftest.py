@@ -54,6 +54,12 @@ def pytest_collection_modifyitems(config, items):
             _skip(items, "needs_gpu", "needs a CUDA device")
 
 
+def pytest_collection_finish(session):
+    """Before the first test, where there are some that start processes."""
+    if "processes" in sys.modules and session.items and not session.config.option.collectonly:
+        sys.modules["processes"].start_fork_server()
+
+
 def _skip(items, keyword, reason):
     for item in items:
         if keyword in item.keywords:

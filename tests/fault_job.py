@@ -92,6 +92,25 @@ def run_plainly(ranks: Ranks, out: str, words: list[str]) -> list:
     return [0, ""]
 
 
+def run_until(ranks: Ranks, out: str, words: list[str], last: int | None) -> list[list]:
+    """A run that ends behind a step as if its machine had; returns (step, this rank's samples) of those taken."""
+    real, taken = loop.train_step, []
+
+    def step(trainer, number, batches, *rest, **how):
+        if last is not None and number > last:
+            raise Cut
+        taken.append([number, [name for batch in batches for name in batch.samples]])
+        return real(trainer, number, batches, *rest, **how)
+
+    loop.train_step = step
+    try:
+        with contextlib.suppress(Cut):
+            train_run(settings("model.path=builtin:tiny", f"output={out}", *words), ranks)
+    finally:
+        loop.train_step = real
+    return taken
+
+
 def run_limited(ranks: Ranks, out: str, words: list[str], rank: int, limit_bytes: int) -> list:
     """A run that ends in step 3, goes on while files of one rank may have so many bytes, and again when they may grow.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +27,19 @@ SETTINGS = (  # SGD: AdamW would turn rounding noise in gradients near zero into
 )
 
 
-def run_all(ranks: Ranks, jobs: dict[str, list[str]]) -> dict[str, Any]:
-    """Run every job (name -> settings) in these processes."""
-    return {name: run_job(ranks, words) for name, words in jobs.items()}
+def run_all(ranks: Ranks, jobs: dict[str, list[str]], unweighed: Sequence[str] = ()) -> dict[str, Any]:
+    """Run every job (name -> settings) in these processes, without the weights of some."""
+    return {name: run_job(ranks, words, weigh=name not in unweighed) for name, words in jobs.items()}
 
 
-def run_job(ranks: Ranks, words: list[str]) -> dict[str, Any]:
+def run_job(ranks: Ranks, words: list[str], *, weigh: bool = True) -> dict[str, Any]:
+    """What it gave; `weights` and `travel` only if they are to be brought together, which takes longer than a step."""
     config = load_config(None, [*SETTINGS, *words])
     with tempfile.TemporaryDirectory() as folder:
         run = prepare_run(config, ranks, Path(folder))
-        before = weights(run.wrapped.owner)
-        vision = [n for n in before if ".visual." in n]
+        before = weights(run.wrapped.owner) if weigh else {}
         out: dict[str, Any] = {k: [] for k in ("losses", "norms", "pictures", "micro_batches", "vision", "skipped")}
-        out["vision"].append(digest(before, vision))
+        out["vision"].append(vision_here(run.wrapped.owner))
         _, count_units = make_loss(config.loss)
         for step, batches, _ in iterate_steps(run.plan, 1, run.derived.steps, workers=0, count_units=count_units):
             rate = rate_at(step, total=run.derived.steps, warmup=0, schedule="constant")
@@ -48,14 +49,17 @@ def run_job(ranks: Ranks, words: list[str]) -> dict[str, Any]:
             out["skipped"].append(result.skipped)
             out["pictures"].append(sum(len(b.grids) for b in batches))
             out["micro_batches"].append(len(batches))
-            out["vision"].append(digest(weights(run.wrapped.owner), vision))
+            out["vision"].append(vision_here(run.wrapped.owner))
+    out["wrapper"] = run.wrapped.wrapper
+    if not weigh:
+        return out
     after = weights(run.wrapped.owner)
     travel = {part: 0.0 for part in ("vision", "merger", "language", "lora")}
     for name in before:
         part = "merger" if ".merger." in name else "vision" if ".visual." in name else "language"
         part = "lora" if ".lora_" in name else part
         travel[part] += float((after[name].double() - before[name].double()).abs().sum())
-    return {**out, "wrapper": run.wrapped.wrapper, "weights": digest(after, after), "travel": travel}
+    return {**out, "weights": digest(after, after), "travel": travel}
 
 
 def weights(owner: torch.nn.Module) -> dict[str, Tensor]:
@@ -64,6 +68,13 @@ def weights(owner: torch.nn.Module) -> dict[str, Tensor]:
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
         for name, p in owner.named_parameters()
     }
+
+
+def vision_here(owner: torch.nn.Module) -> str:
+    """A digest of what this rank holds of the vision part."""
+    held = {n: p.detach() for n, p in owner.named_parameters() if ".visual." in n}
+    local = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in held.items()}
+    return digest(local, local)
 
 
 def digest(tensors: dict[str, Tensor], names) -> str:

@@ -1,12 +1,16 @@
 """Real processes for tests: `litchi` as a program, and ranks of a function, without paying for imports each time.
 
 They are children of one fork server that has torch and transformers ready (it takes seconds to import them), in
-sessions of their own, with files for what they print. Nothing of the test's process is in them.
+sessions of their own, with files for what they print. The server is a copy of the test's process from before its first
+test, so nothing that a test did is in them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -18,14 +22,50 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 server = multiprocessing.get_context("forkserver")
-server.set_forkserver_preload(
-    ["litchi.train.loop", "peft", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "torch.utils.tensorboard"]
+PRELOADED = (
+    *("litchi.train.loop", "peft", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"),
+    *("torch.utils.tensorboard", "litchi.serve.server"),
 )
+START = util.spawnv_passfds
+
+
+def start_fork_server() -> None:
+    """Fork the server out of this process, instead of starting an interpreter that imports all of it once more."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # no collection has to look through what was imported
+    resource_tracker.ensure_running()
+    with mock.patch.object(util, "spawnv_passfds", _fork_into):
+        forkserver.ensure_running()
+
+
+def _fork_into(path: bytes, arguments: Sequence[str], passed: Sequence[int]) -> int:
+    """What multiprocessing starts as `python -c CODE` with some open files; returns the process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        util.spawnv_passfds = START
+        faulthandler.disable()
+        for number in map(int, os.listdir("/dev/fd")):
+            if number > 2 and number not in passed:
+                with contextlib.suppress(OSError):  # the list itself
+                    os.close(number)
+        exec(arguments[-1], {})
+    except SystemExit:  # nobody needs it any more
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(status)
 
 
 @dataclass
@@ -123,6 +163,19 @@ def run_litchi_ranks(folder: Path, world: int, *words: str, timeout_s: float = 6
         if one.process.is_alive():
             os.kill(one.pid, signal.SIGTERM)
     return [one.end(10) for one in running]
+
+
+def start_serving(folder: Path, *words: str, env: Mapping[str, str] | None = None) -> Running:
+    """Start `litchi serve WORDS`; its engines are copies of it, which has all imported, instead of new interpreters."""
+    return Running(_serve_forking, (words,), folder, env or {})
+
+
+def _serve_forking(words):
+    from litchi.serve import pool
+
+    fork = multiprocessing.get_context("fork")
+    pool.multiprocessing = SimpleNamespace(get_context=lambda method: fork)
+    _litchi(("serve", *words))
 
 
 def _litchi(words):

@@ -9,7 +9,8 @@ from litchi.config import load_config
 from litchi.dist import Ranks
 from litchi.errors import UserError
 from litchi.train.loop import train_run
-from litchi.train.measure import measure_one, write_lines
+from litchi.train.measure import measure_one
+from litchi.train.writing import write_lines
 
 SETTINGS = (
     "model.path=builtin:tiny",

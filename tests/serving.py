@@ -6,6 +6,7 @@ import base64
 import json
 import random
 import re
+import shutil
 import struct
 import time
 import zlib
@@ -16,8 +17,9 @@ from typing import Any
 
 import httpx
 import runs
-from processes import Running, start_litchi
+from processes import Running, start_litchi, start_serving
 from rendering import draw
+from safetensors.torch import load_file, save_file
 
 PIXELS = ("data.pixels.min=3136", "data.pixels.max=50176")
 
@@ -45,7 +47,7 @@ class Served:
         return httpx.get(self.url + path, timeout=60, trust_env=False)
 
     def client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self.url, timeout=60, trust_env=False, limits=httpx.Limits())
+        return httpx.AsyncClient(base_url=self.url, timeout=300, trust_env=False, limits=httpx.Limits())
 
     def logged(self, timeout_s: float = 10, **facts: Any) -> dict[str, Any]:
         """The line of the log that has these facts; it may come a moment after the answer."""
@@ -63,15 +65,17 @@ class Served:
         return self.running.end(30).status
 
 
-def start_server(folder: Path, *words: str, env: dict[str, str] | None = None) -> Served:
-    """Start `litchi serve WORDS` on a free port, without waiting for it."""
-    return Served(start_litchi(folder, "serve", *words, "--port", "0", env=env))
+def start_server(folder: Path, *words: str, env: dict[str, str] | None = None, spawn: bool = False) -> Served:
+    """Start `litchi serve WORDS` on a free port, without waiting for it; with `spawn`, engines are new interpreters."""
+    words = (*words, "--port", "0")
+    running = start_litchi(folder, "serve", *words, env=env) if spawn else start_serving(folder, *words, env=env)
+    return Served(running)
 
 
 @contextmanager
-def serving(folder: Path, *words: str, env: dict[str, str] | None = None) -> Iterator[Served]:
+def serving(folder: Path, *words: str, env: dict[str, str] | None = None, spawn: bool = False) -> Iterator[Served]:
     """A server that is ready."""
-    server = start_server(folder, *words, env=env)
+    server = start_server(folder, *words, env=env, spawn=spawn)
     try:
         server.running.wait_for("serving ", timeout_s=100)
         yield server
@@ -131,7 +135,7 @@ def logits_of(answer: httpx.Response) -> list[float]:
 
 def scores_by_litchi(folder: Path, rows: list[dict], ranks, *words: str) -> list[list[float]]:
     """What `litchi score` writes for these rows, a file of one row after the other."""
-    from litchi.train.measure import write_lines
+    from litchi.train.writing import write_lines
 
     file = runs.write_rows(folder / "rows.jsonl", rows)
     write_lines("builtin:tiny", str(file), [*words, "data.workers=0"], folder / "scores.jsonl", ranks, task="rerank")
@@ -139,6 +143,20 @@ def scores_by_litchi(folder: Path, rows: list[dict], ranks, *words: str) -> list
     for line in runs.read_rows(folder / "scores.jsonl"):
         scores[line["query_id"]].append(line["score"])
     return [scores[row["id"]] for row in rows]
+
+
+# ---- Models
+
+
+def copy_base(folder, change):
+    """The packaged base with changed weights, as a folder."""
+    from litchi.model.build import builtin_folder
+
+    shutil.copytree(builtin_folder(), folder)
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 # ---- Bad requests

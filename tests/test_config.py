@@ -102,6 +102,14 @@ def test_short_forms():
     assert load("train.micro_batch_tokens=auto").train.micro_batch_tokens is None
 
 
+def test_settings_that_come_with_the_package():
+    words = ["data.train=rows.jsonl"]
+    shipped = load_config("builtin:rerank-tiny", words)
+    assert shipped == load_config(ROOT / "configs/rerank-tiny.yaml", words) and shipped.output == "runs/rerank-tiny"
+    (line,) = problems("builtin:rerank-tinny")
+    assert line.startswith("no settings named builtin:rerank-tinny come with Litchi.") and "builtin:rerank-tiny" in line
+
+
 def test_several_sources():
     config = load("data.train=[{path: a.jsonl, weight: 2}, b.jsonl]", "data.eval={path: dev.jsonl, name: shop}")
     assert [(s.path, s.weight, s.name) for s in config.data.train] == [("a.jsonl", 2.0, "a"), ("b.jsonl", 1.0, "b")]
@@ -375,9 +383,6 @@ def test_what_only_training_needs():
 
 REFUSED = {  # a use of every key of LATER, and what may be used instead
     "parallel.pp_schedule": ("zero_bubble", "use 1f1b or gpipe"),
-    "model.quantize": ("int8", "use none or nf4"),
-    "optim.name": ("adamw8bit", "use adamw or sgd"),
-    "trainable.lora.variant": ("dora", "use lora or rslora"),
     "track": ("[tensorboard, wandb]", "use tensorboard"),
 }
 
@@ -423,9 +428,9 @@ def test_tables_name_known_keys():
 
 
 def test_metrics_are_those_of_the_evaluation():
-    from litchi.evaluate import ranking, text
+    from litchi.evaluate import json_answers, ranking, text
 
-    assert set(METRICS["chat"]) == set(text.METRICS)
+    assert set(METRICS["chat"]) == {*text.METRICS, *json_answers.JSON_METRICS}
     assert all(load(f"eval.metrics=[{name}]").eval.metrics == (name,) for name in ranking.DEFAULT_METRICS)
 
 

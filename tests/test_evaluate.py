@@ -14,7 +14,8 @@ from litchi.errors import UserError
 from litchi.evaluate.trec import measure_files
 from litchi.train.checkpoint import list_checkpoints
 from litchi.train.export_target import export_target
-from litchi.train.measure import measure_one, measure_target, write_lines
+from litchi.train.measure import measure_one, measure_target
+from litchi.train.writing import write_lines
 
 PIXELS = ("data.pixels.min=6272", "data.pixels.max=12544")
 CLOSE = {"abs": 1e-5}
@@ -261,7 +262,7 @@ def test_generate_writes_what_evaluate_measured(talk, ranks, tmp_path):
     data, run = talk
     words = ("eval.max_new_tokens=12",)
     out = tmp_path / "answers.jsonl"
-    assert write_lines(str(run), str(data), words, out, ranks, task="chat") == 4
+    assert write_lines(str(run), str(data), words, out, ranks, task="chat").lines == 4
     measured = measure_one(str(run), str(data), words, ranks)
     assert read_rows(out) == [{"id": x["id"], "text": x["text"]} for x in measured.lines]
     right = [x["text"] == x["reference"] for x in measured.lines]

@@ -9,14 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from rendering import draw
 from runs import chat_rows, logits_of, open_model, read_json, rerank_rows, settings, train
 from safetensors.torch import load_file, save_file
 
 from litchi.data.processor import load_processor
 from litchi.errors import UserError
-from litchi.model.build import builtin_folder, load_model
+from litchi.model.adapters import fill_weights, load_adapter
+from litchi.model.build import build_model, builtin_folder, load_model
 from litchi.model.family import PARTS
+from litchi.model.forward import LitchiModel
+from litchi.train import export as exporting
 from litchi.train.checkpoint import list_checkpoints
 from litchi.train.export import export_model, merged_tensors
 from litchi.train.setup import build_wrapped
@@ -137,6 +141,32 @@ def test_pixel_limits_travel_in_the_processor(runs, elsewhere):
 
 def test_generation_stops_at_the_end_of_a_turn(elsewhere):
     assert all("<|im_end|>" in what["stop"] for what in elsewhere.values())
+
+
+def test_every_folder_of_a_run_opens_with_its_limits(runs, elsewhere):
+    """Checkpoints too: whoever picks one up sees the pictures that were trained on."""
+    from transformers import AutoProcessor
+
+    folders = [*(c.folder for c in list_checkpoints(runs["full"])), runs["full"] / "export"]
+    for folder in [*folders, runs["lora"] / "export" / "adapter"]:
+        found = AutoProcessor.from_pretrained(folder, local_files_only=True)
+        size = found.image_processor.size
+        if folder in folders:
+            assert (size["shortest_edge"], size["longest_edge"]) == (6272, 12544), folder
+        assert found.chat_template and "<|im_start|>" in found.chat_template
+        assert read_json(folder / "generation_config.json")["eos_token_id"] == 849
+    manifest = read_json(runs["lora"] / "export" / "adapter" / "litchi.json")
+    assert manifest["base_files"].keys() == {"revision", "config", "weights", "bytes"}
+
+
+@pytest.mark.parametrize("before, after", [(847, [849, 847]), ([847, 849], [847, 849]), (None, [849])])
+def test_others_stop_where_a_turn_ends(before, after, base_folder, loaded, tmp_path):
+    """Whatever the base stopped at: its answers ran on in other programs."""
+    base, out = shutil.copytree(base_folder, tmp_path / "base"), tmp_path / "out"
+    (base / "generation_config.json").write_text(json.dumps({} if before is None else {"eos_token_id": before}))
+    out.mkdir()
+    exporting.copy_processor(base, out, LitchiModel(loaded.hf, loaded.family, loaded.processor.vision))
+    assert read_json(out / "generation_config.json")["eos_token_id"] == after
 
 
 def test_vocabulary_is_never_shrunk(base_folder, elsewhere):
@@ -263,10 +293,43 @@ def test_an_adapter_that_is_lost_in_rounding_is_refused(bases, ranks, tmp_path):
 
 def test_full_parts_beside_lora_give_no_adapter(bases, ranks, tmp_path):
     """An adapter folder could not hold them, and would compute something else."""
-    owner = built(bases["old names"], ranks, "trainable.merger=full")
+    owner = built(bases["old names"], ranks, "trainable.vision=full")
     learn(owner)
     assert not export_model(owner, bases["old names"], tmp_path / "out", ranks, FACTS)
     assert not (tmp_path / "out" / "adapter").exists()
+
+
+def test_a_merger_and_a_head_in_full_are_saved_in_the_adapter(bases, ranks, tmp_path, questions):
+    """As PEFT's `modules_to_save`: it reads them, and so does a run that goes on from there."""
+    import transformers
+    from peft import PeftModel
+
+    base = bases["saved by transformers"]
+    owner = built(base, ranks, "trainable.merger=full", "trainable.head=full")
+    learn(owner)
+    with torch.no_grad():
+        for module in (owner.hf.model.visual.merger, owner.hf.lm_head):
+            for parameter in module.parameters():
+                parameter.add_(torch.randn(parameter.shape) * 0.02)
+    assert export_model(owner, base, tmp_path / "out", ranks, FACTS | {"base": str(base), "settings": {}})
+    adapter = tmp_path / "out" / "adapter"
+    assert read_json(adapter / "adapter_config.json")["modules_to_save"] == ["model.visual.merger", "lm_head"]
+    plain = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(base, dtype=torch.float32)
+    theirs = PeftModel.from_pretrained(plain, adapter).eval()
+    merged = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    processor = transformers.AutoProcessor.from_pretrained(adapter)
+    picture = Image.open(questions[1][0]["content"][0]["image"])
+    text = processor.apply_chat_template(questions[1], tokenize=False)
+    inputs = processor(text=[text], images=[picture], return_tensors="pt")
+    with torch.no_grad():
+        want, found = merged.eval()(**inputs).logits, theirs(**inputs).logits
+    torch.testing.assert_close(found, want, **CLOSE)
+    loaded = build_model(base, dtype=torch.float32)
+    load_adapter(loaded, adapter)
+    fill_weights(loaded.hf, base, adapter=adapter, seed=0, device=torch.device("cpu"))
+    ours, own = dict(loaded.hf.named_parameters()), dict(owner.hf.named_parameters())
+    assert ours.keys() == own.keys() and all(torch.equal(ours[name], own[name]) for name in ours)
+    assert loaded.hf.saved_modules == ("model.visual.merger", "lm_head")
 
 
 def test_an_export_appears_whole_or_not_at_all(bases, ranks, tmp_path):

@@ -16,7 +16,8 @@ from litchi.model.compressed import RoundedLinear, find_packed, pack_int4, pack_
 from litchi.train import export_quant
 from litchi.train.checkpoint import list_checkpoints
 from litchi.train.export_target import export_target
-from litchi.train.measure import measure_one, write_lines
+from litchi.train.measure import measure_one
+from litchi.train.writing import write_lines
 
 FORMATS = ("merged", "int8", "int4", "nf4", "score")
 LORA = ("trainable.vision=lora", "trainable.merger=lora", "trainable.language=lora")

@@ -20,6 +20,7 @@ from runs import chat_rows, read_json, read_rows, rerank_rows, settings, train, 
 from litchi.data import templates
 from litchi.errors import MachineError, UsageError, UserError
 from litchi.model.build import builtin_folder
+from litchi.scale.inject import DAMAGES, flip, shard
 from litchi.train import durable, resume, saver, setup, shards
 from litchi.train.checkpoint import find_damage, list_checkpoints, load_checkpoint, settle_checkpoints
 from litchi.train.journal import Journal
@@ -190,62 +191,6 @@ def begun(room, ranks, words):
     return out
 
 
-def shard(folder):
-    return folder / "shard-00000.safetensors"
-
-
-def flip(path, at):
-    body = bytearray(path.read_bytes())
-    body[int(len(body) * at)] ^= 1
-    path.write_bytes(bytes(body))
-
-
-def swap(folder):
-    """Two files of the same size change places."""
-    older = shard(folder.parent / "step-00000003")
-    newer = shard(folder)
-    assert older.stat().st_size == newer.stat().st_size
-    body = older.read_bytes()
-    older.write_bytes(newer.read_bytes())
-    newer.write_bytes(body)
-    shutil.rmtree(older.parent)  # so that the one before is the one to find
-
-
-def lie(folder, **changes):
-    """A manifest that was edited by hand."""
-    path = folder / "manifest.json"
-    path.write_text(json.dumps({**read_json(path), **changes}))
-
-
-def empty(folder):
-    for path in folder.iterdir():
-        path.unlink()
-
-
-def hide(path):
-    path.unlink()
-    path.mkdir()
-
-
-DAMAGES = {
-    "a shard is missing": (lambda f: shard(f).unlink(), "shard-00000.safetensors is missing"),
-    "a shard is cut off": (lambda f: os.truncate(shard(f), 1000), "has 1,000 bytes and had"),
-    "a shard is empty": (lambda f: os.truncate(shard(f), 0), "has 0 bytes and had"),
-    "a bit of a tensor flipped": (lambda f: flip(shard(f), 0.75), r"shard.* is not what was written \(sha256"),
-    "a bit of a shard's header flipped": (lambda f: flip(shard(f), 0.001), r"shard.* is not what was written"),
-    "shards of two steps changed places": (swap, "shard.* is not what was written"),
-    "a file too many": (lambda f: (f / "shard-00001.safetensors").touch(), "shard-00001.* does not belong there"),
-    "the table is damaged": (lambda f: flip(f / "tensors.json", 0.5), "tensors.json is not what was written"),
-    "the manifest is missing": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
-    "the manifest is cut off": (lambda f: os.truncate(f / "manifest.json", 99), "cut off or damaged"),
-    "the manifest was edited": (lambda f: lie(f, step=7), r"manifest.json is not what was written \(sha256"),
-    "the folder is another step's": (lambda f: f.rename(f.with_name("step-00000009")), "manifest.json is of step 4"),
-    "the folder is empty": (empty, "manifest.json is missing"),
-    "a shard cannot be read": (lambda f: hide(shard(f)), "shard-00000.safetensors is not a file"),
-    "the manifest cannot be read": (lambda f: hide(f / "manifest.json"), "manifest.json cannot be read"),
-}
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_found_named_and_kept(damage, begun, tmp_path, ranks, capsys):
     out = shutil.copytree(begun, tmp_path / "run")
@@ -253,7 +198,7 @@ def test_a_damaged_checkpoint_is_found_named_and_kept(damage, begun, tmp_path, r
     apply(out / "checkpoints" / "step-00000004")
     older = settle_checkpoints(out, ranks)
     printed = capsys.readouterr().err
-    assert older.step == (2 if damage.startswith("shards of two") else 3) and find_damage(older) is None
+    assert older.step == (2 if damage == "a shard is that of another step" else 3) and find_damage(older) is None
     (line,) = printed.splitlines()
     assert re.search(said, line), line
     (aside,) = (out / "checkpoints").glob("*.corrupt*")

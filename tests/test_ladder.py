@@ -60,6 +60,10 @@ FAULTS = {
         "2 of 5 trainable tensors did not move, the first model.a",
     ),
     "memory": (climb(peak=195), "a rank held 195 bytes of 200 bytes"),
+    "more than planned": (
+        climb(forecast={"peak_bytes": [90, 130], "planned_bytes": 100}),
+        "a rank held 130 bytes, planned were 100 bytes",
+    ),
     "resumed otherwise": (climb(again=[{"step": 4, "loss": 1.5000001}]), "step 4 after a resume"),
     "metric fell": (
         climb(evaluations={"e": {**REPORT, "difference": {"mrr@10": {"low": -0.2, "high": -0.01}}}}),

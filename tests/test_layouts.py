@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 from layout_job import run_all, write_rows
 from PIL import Image
 from processes import RunningRanks
+
+pytestmark = pytest.mark.timeout(300)
 
 SAME = 1e-6  # relative, of losses, in fp32 under SGD
 LAYOUTS = {"DDP": "parallel.dp_replicate=2", "FSDP2": "parallel.dp_shard=2"}
@@ -48,7 +51,7 @@ def say_jobs(folder):
     for name, parts in PARTS.items():
         jobs[name] = [*chat, parts], both
         jobs[f"{name}, checkpointed"] = [*chat, parts, "train.checkpoint_activations=true", "train.steps=2"], both
-    whole = ["task=chat", f"data.train={mixed}", "train.global_batch_size=10", "train.steps=5", trained]
+    whole = ["task=chat", f"data.train={mixed}", "train.global_batch_size=10", "train.steps=3", trained]
     jobs["whole batch"] = whole, both
     jobs["accumulated"] = [*whole, "train.micro_batch_tokens=64"], both
     jobs["shuffled"] = [*whole, "data.shuffle=true", "train.global_batch_size=4"], both
@@ -60,11 +63,11 @@ def say_jobs(folder):
         ["task=chat", f"data.train={words}", "train.global_batch_size=4", "train.steps=2", trained],
         both,
     )
-    jobs["clipped"] = [*chat, trained, "optim.clip=0.5"], both
-    jobs["bf16"] = [*chat, trained, "train.precision=bf16"], both
+    jobs["clipped"] = [*chat, trained, "optim.clip=0.5", "train.steps=3"], both
+    jobs["bf16"] = [*chat, trained, "train.precision=bf16", "train.steps=2"], both
     # text-only micro-batches, a trained tower, gradients reduced once and in fp32 beside bf16 weights
     jobs["bf16 accumulated"] = [*whole, "train.micro_batch_tokens=64", "train.precision=bf16", "train.steps=2"], both
-    jobs["auto"] = [*chat, PARTS["LoRA on language"]], ("auto",)
+    jobs["auto"] = [*chat, PARTS["LoRA on language"], "train.steps=2"], ("auto",)
     return jobs
 
 
@@ -76,8 +79,9 @@ def ran(tmp_path_factory):
     layouts = {**LAYOUTS, "auto": "parallel=auto"}
     two = {f"{name}/{layout}": [*words, layouts[layout]] for name, (words, chosen) in jobs.items() for layout in chosen}
     one = {name: words for name, (words, _) in jobs.items()}
-    running = RunningRanks(folder / "two", 2, run_all, two), RunningRanks(folder / "one", 1, run_all, one)
-    pair, alone = (some.results() for some in running)
+    unweighed = [name for name in (*one, *two) if re.search("checkpointed|bf16|auto", name)]
+    running = [RunningRanks(folder / str(n), n, run_all, jobs, unweighed) for n, jobs in ((2, two), (1, one))]
+    pair, alone = (some.results(250) for some in running)
     out = {(name, "one"): [alone[0][name]] for name in one}
     return out | {tuple(name.split("/")): [rank[name] for rank in pair] for name in two}
 
@@ -131,8 +135,7 @@ def test_steps_without_a_picture_leave_vision_as_it_is(ran, layout):
     """Bit by bit, also with the momentum and the decay of AdamW after an earlier picture."""
     ranks = ran["adamw", layout]
     shown = [sum(step) for step in zip(*(rank["pictures"] for rank in ranks), strict=True)]
-    states = ranks[0]["vision"]
-    moved = [a != b for a, b in pairwise(states)]
+    moved = [a != b for a, b in pairwise(zip(*(rank["vision"] for rank in ranks), strict=True))]  # of each its part
     assert moved == [n > 0 for n in shown] and moved[:2] == [True, False]
     assert ran["text only", layout][0]["travel"]["vision"] == 0 < ran["text only", layout][0]["travel"]["language"]
 
@@ -146,8 +149,8 @@ def test_one_row_on_two_ranks(ran, layout):
 @pytest.mark.parametrize("layout", ["one", *LAYOUTS])
 def test_bf16_computes_on_cpu(ran, layout):
     half, full = ran["bf16", layout][0]["losses"], ran["vision trained", layout][0]["losses"]
-    assert len(half) == 5 and all(map(math.isfinite, half))
-    assert half != full and half[:2] == pytest.approx(full[:2], rel=0.02)
+    assert len(half) == 2 and all(map(math.isfinite, half))
+    assert half != full[:2] and half == pytest.approx(full[:2], rel=0.02)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -159,7 +162,7 @@ def test_bf16_accumulates_text_beside_pictures(ran, layout):
 
 def test_auto_takes_copies_where_the_model_fits(ran):
     assert ran["auto", "auto"][0]["wrapper"] == "DDP"
-    assert ran["auto", "auto"][0]["losses"] == ran["LoRA on language", "DDP"][0]["losses"]
+    assert ran["auto", "auto"][0]["losses"] == ran["LoRA on language", "DDP"][0]["losses"][:2]
 
 
 @pytest.mark.slow

@@ -190,7 +190,7 @@ QUICK = ("model.path=builtin:tiny", "data.workers=0", "data.pixels.max=3136", "t
 
 def test_mining_with_a_model_equals_mining_in_its_scores(tmp_path, ranks):
     """The same negatives as from a run of the scores that `litchi score` writes for the whole pool."""
-    from litchi.train.measure import write_lines
+    from litchi.train.writing import write_lines
 
     path = catalogue(tmp_path, 5)
     how = Mining(negatives=2, last=3)

@@ -114,7 +114,7 @@ def test_litchi_train_starts_its_ranks_again(tmp_path, words, ranks):
     inject = "Injection(SimpleNamespace(rank=int(os.environ['RANK'])), 'backward', [4], 1, 200)"
     (tmp_path / "sitecustomize.py").write_text(
         "import os\nif 'RANK' in os.environ:\n    from types import SimpleNamespace\n"
-        f"    from number_job import Injection\n    {inject}\n"
+        f"    from litchi.scale.inject import Injection\n    {inject}\n"
     )
     (tmp_path / "run.yaml").write_text("task: chat\n")
     more = ["model.path=builtin:tiny", "data.workers=0", "track=[]", "optim.warmup=1", "optim.schedule=constant"]

@@ -69,7 +69,7 @@ def test_the_request_of_the_readme_is_answered_as_it_says(tmp_path):
     command = shlex.split(re.search(r"^curl .*$", text, re.M).group())
     said = json.loads(re.search(r"^\{\"id\": \"rerank.*$", text, re.M).group())
     assert serve[-2:] == ["--port", "8000"] and command[1].startswith("http://127.0.0.1:8000/")
-    with serving.serving(tmp_path, *serve[1:-2]) as server:
+    with serving.serving(tmp_path, *serve[1:-2], spawn=True) as server:
         found = serving.send(server, command[1].removeprefix("http://127.0.0.1:8000"), command[-1].encode()).json()
     assert found.keys() == said.keys() and found["usage"] == said["usage"]
     for ours, theirs in zip(found["results"], said["results"], strict=True):

@@ -20,7 +20,7 @@ from litchi.data.segments import Cutting, cut_evenly, find_segments, group_texts
 from litchi.data.video import _taken, read_video_header
 from litchi.errors import UsageError
 from litchi.train.analyze import Asked, analyze_video, format_analysis
-from litchi.train.measure import write_lines
+from litchi.train.writing import write_lines
 from litchi.types import Media
 
 RULES = ScanRules(2048)

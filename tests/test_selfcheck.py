@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import math
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 from processes import RunningRanks, run_litchi
 
 from litchi.errors import UserError
+from litchi.scale.equalities import (
+    CHECKS,
+    LOSS,
+    SCORE,
+    Check,
+    Equality,
+    NotHere,
+    apart,
+    each_apart,
+    format_equalities,
+    run_checks,
+)
 from litchi.scale.selfcheck import (
+    IN_BF16,
     LAYOUTS,
+    MANY,
     QUICK,
     SAME,
     STEPS,
+    TASKS,
+    TRAINED,
     Job,
     Line,
     Ran,
@@ -25,6 +42,7 @@ from litchi.scale.selfcheck import (
     run_jobs,
     write_rows,
 )
+from litchi.scale.verified import write_page
 
 WRAPPERS = {  # of those whose wrapper is not in the name
     "TP 2": "none",
@@ -47,7 +65,8 @@ WRAPPERS = {  # of those whose wrapper is not in the name
 def run_table(folder, world, kinds=None):
     """{job: what it gave} for the layouts of a number of ranks and for one process."""
     write_rows(folder)
-    listed = [job for job in list_jobs(world) if kinds is None or (job.trained, job.task) in kinds]
+    listed = [job for job in list_jobs(max(world, MANY)) if kinds is None or (job.trained, job.task) in kinds]
+    listed = [job for job in listed if job.precision == "fp32" or kinds is None]
     alone = [job for job in listed if job.layout == "one"]
     jobs = [job for job in listed if job.ranks == world]
     running = [
@@ -66,9 +85,9 @@ def check_table(table):
     """All jobs against the same work in one process."""
     wrong = []
     for job, ran in table.items():
-        alone = table[Job("one", job.trained, job.task)]
+        alone = table[replace(job, layout="one")]
         assert len(ran.losses) == STEPS and min(alone.norms) > 0.01 and alone.losses[0] != alone.losses[-1]
-        line = compare(job, table, SAME["cpu"])
+        line = compare(job, table, SAME["bf16" if job.precision == "bf16" else "cpu"])
         if not line.passed:
             wrong.append(str(line))
         if job.layout != "one":
@@ -104,6 +123,10 @@ def test_a_difference_is_the_largest_of_any_step():
     line = compare(job, ran, 1e-6)
     assert (line.loss, line.norm) == (pytest.approx(3e-6), pytest.approx(2e-5)) and not line.passed
     assert compare(job, ran, 1e-5).passed
+    rough = {replace(one, precision="bf16"): value for one, value in ran.items()}
+    line = compare(replace(job, precision="bf16"), rough, 1e-6)
+    assert line.precision == "bf16" and line.norm == pytest.approx(2e-5) and not line.passed
+    assert not compare(job, {**ran, job: Ran([2.0, math.nan], [4.0, 4.0], "none")}, 1.0).passed
 
 
 def test_the_table_marks_what_differs_and_leaves_out_what_was_not_run():
@@ -123,11 +146,20 @@ def test_the_table_marks_what_differs_and_leaves_out_what_was_not_run():
         fill_table("a page", lines, "note")
 
 
+SAME_KIND = ("fp32", "bf16")
+
+
 def test_jobs_cover_every_layout_and_every_kind_of_training():
     jobs = list_jobs(8)
     assert {job.layout for job in jobs} == {"one", *LAYOUTS}
+    whole, rough = ({j.layout for j in jobs if (j.trained, j.task, j.precision) == (*IN_BF16, p)} for p in SAME_KIND)
+    assert whole == rough and len(rough) > 15
+    assert {(job.trained, job.task) for job in jobs} == {(kind, task) for kind in TRAINED for task in TASKS}
+    few = list_jobs(2)
+    assert {job.trained for job in few} == set(TRAINED) and len(few) < len([job for job in jobs if job.ranks <= 2])
+    assert {(job.trained, job.task) for job in list_jobs(8, quick=True)} == set(QUICK)
     assert not [job for job in jobs if "nf4" in job.trained and "TP" in job.layout]
-    assert all(Job("one", job.trained, job.task) in jobs for job in jobs)
+    assert all(replace(job, layout="one") in jobs for job in jobs)
 
 
 @pytest.mark.needs_gpu
@@ -139,9 +171,77 @@ def test_the_verb_on_gpus(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_verb(tmp_path):
-    done = run_litchi(tmp_path, "selfcheck", "--json", timeout_s=500)
+    done = run_litchi(tmp_path, "selfcheck", "--json", "--report", str(tmp_path / "page.md"), timeout_s=800)
     report = json.loads(done.out)
-    assert done.status == 0 and report["passed"]
+    assert done.status == 0 and report["passed"], done.err
     assert {line["layout"] for line in report["layouts"]} == {n for n in LAYOUTS if Job(n, "", "").ranks == 2}
+    names = {(one["name"], one["precision"]) for one in report["equalities"]}
+    assert names == {(c.name, p) for c in CHECKS for p in ("fp32", "bf16") if p == "fp32" or c.twice}
+    assert all(one["passed"] is not False for one in report["equalities"])
+    page = (tmp_path / "page.md").read_text()
+    assert "not run on a GPU" in page or report["machine"]["cards"]
+    assert "| video timing |" in page and "| TP 2 | 2 |" in page
+
+
+# -------------------------------------------------------------------------------------------------------- equalities
+
+
+def test_differences_by_hand():
+    assert apart([1.0, -3.0], [1.5, -4.0]) == 0.25 and each_apart([1.0, -3.0], [1.5, -4.0]) == pytest.approx(1 / 3)
+    assert math.isnan(apart([1.0, math.nan], [1.5, -4.0])) and math.isnan(each_apart([1.0, math.nan], [1.5, -4.0]))
+    with pytest.raises(ValueError, match="zip"):
+        apart([1.0], [1.0, 2.0])
+
+
+def test_a_check_that_fails_is_told_and_hides_no_other(tmp_path, ranks, monkeypatch):
+    monkeypatch.setenv("LITCHI_CACHE", "")
+
+    def raises(bench):
+        raise ValueError("no such thing")
+
+    def away(bench):
+        raise NotHere("no compiler")
+
+    def near(bench):
+        assert bench.pairs.is_file() and bench.stills.is_file()
+        return 2e-6
+
+    checks = [
+        Check("raises", "a = b", raises, SCORE),
+        Check("away", "a = b", away, SCORE),
+        Check("near", "a = b", near, LOSS),
+        Check("nan", "a = b", lambda bench: math.nan, SCORE, twice=False),
+    ]
+    said = []
+    found = run_checks(tmp_path / "room", ranks, quick=False, say=said.append, checks=checks)
+    fp32, bf16 = ([one for one in found if one.precision == p] for p in ("fp32", "bf16"))
+    assert [one.passed for one in fp32] == [False, None, False, False] and [o.passed for o in bf16] == [
+        False,
+        None,
+        True,
+    ]
+    assert "no such thing" in fp32[0].note and len(said) == 7 and "1 of 4, fp32: raises: ValueError" in said[0]
+    head, _, *rows = format_equalities(found).splitlines()
+    assert head == "| | equal | fp32, difference (limit) | bf16, difference (limit) |"
+    assert rows[1] == "| away | a = b | not run: no compiler | not run: no compiler |"
+    assert rows[2] == "| near | a = b | 2e-06 (1e-06) **no** | 2e-06 (1e-02) |"
+    assert rows[3] == "| nan | a = b | nan (1e-05) **no** |  |"
+
+
+def test_a_page_keeps_what_other_commands_found(tmp_path):
+    machine = {"date": "2026-12-01", "cards": [], "processor": "P", "system": "S", "versions": {"torch": "2"}}
+    page, line = tmp_path / "page.md", asdict(Line("TP 2", "full", "chat", 2, "none", 1e-7, 1e-6, True))
+    equal = {**asdict(Equality("packed", "a = b", "fp32", 1e-7, 1e-5)), "passed": True}
+    tables = {"layouts": [line], "equalities": [equal], "tolerance": {"fp32": 1e-6}}
+    write_page(page, {"machine": machine, "command": "litchi selfcheck", **tables})
+    text = page.read_text()
+    assert text.count("**not run on a GPU**; P; S; torch 2") == 2 and text.count("not run yet") == 1
+    assert "all 1 are within (1e-06 in fp32)" in text and "| packed | a = b | 1e-07 (1e-05) |" in text
+    cards = {**machine, "cards": ["H", "H"]}
+    faults = [{"fault": "disk full", "passed": False, "notice_s": 1.0, "said": "x"}]
+    write_page(page, {"machine": cards, "command": "litchi selfcheck --chaos", "faults": faults})
+    text = page.read_text()
+    assert "| packed |" in text and "| disk full | 1 | 0 | 1.0 to 1.0 |" in text and "1 of 1 failed" in text
+    assert "2 x H; P" in text and "not run yet" not in text

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import random
-import shutil
+import re
 import signal
 import socket
 import time
@@ -17,11 +17,11 @@ import httpx
 import pytest
 import runs
 import serving
-from processes import run_litchi, start_litchi
-from safetensors.torch import load_file, save_file
-from serving import PIXELS, as_request, data_url, logits_of, mixed_rows
+from processes import run_litchi
+from serving import PIXELS, as_request, copy_base, data_url, logits_of, mixed_rows
 from torch import tensor
 
+from litchi.config import load_config
 from litchi.serve.replies import sigmoid
 
 NEAR = 1e-5
@@ -30,6 +30,7 @@ NEAR = 1e-5
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     words = ("builtin:tiny", *PIXELS, "serve.batch_tokens=700")  # so that there are many batches, and groups are cut
+    words += ("serve.queue=256", "serve.queue_s=600", "serve.request_s=600")  # many at once, on a busy machine
     with serving.serving(tmp_path_factory.mktemp("server"), *words) as one:
         yield one
 
@@ -55,19 +56,34 @@ def assert_near(found, wanted):
         assert ours == pytest.approx(theirs, abs=NEAR)
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.slow)])
-def test_served_scores_are_those_of_litchi_score(server, ranks, tmp_path, count):
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_served_scores_are_those_of_evaluation_and_training(server, ranks, tmp_path, count):
+    """Alone, all at once and in random batches."""
     rows = mixed_rows(tmp_path, count, seed=count)
     wanted = serving.scores_by_litchi(tmp_path, rows, ranks, *PIXELS)
     assert len({round(s, 3) for scores in wanted for s in scores}) > count  # scores that differ
     bodies = [as_request(row) for row in rows]
     assert sum("data:" in json.dumps(body) for body in bodies) > count // 3  # pictures are among them
-    alone = [server.post("/v1/rerank", body) for body in bodies[:40]]
-    assert_near([logits_of(a) for a in alone], wanted[:40])
-    for start in range(0, count, 40):  # as many as the queue takes
-        answers = post_all(server, bodies[start : start + 40])
-        assert_near([logits_of(a) for a in answers], wanted[start : start + 40])
+    alone = [logits_of(server.post("/v1/rerank", body)) for body in bodies]
+    assert_near(alone, wanted)
+    assert_near([logits_of(a) for a in post_all(server, bodies)], wanted)
     assert_near([logits_of(a) for a in post_all(server, bodies, at_once=False)], wanted)
+    assert trained_loss(tmp_path, rows, ranks) == pytest.approx(mean_loss(alone), abs=NEAR)
+
+
+def trained_loss(folder, rows, ranks):
+    """The loss of a first step over all groups, before anything was learnt; the first document is the positive."""
+    groups = [row | {"labels": [1, *row["labels"][1:]]} for row in rows if len(row["documents"]) > 1]
+    data = runs.write_rows(folder / "train.jsonl", groups)
+    size = f"train.global_batch_size={len(groups)}"
+    words = ("task=rerank", f"data.train={data}", *PIXELS, "train.steps=1", size, "train.export=never")
+    return runs.read_rows(runs.train(ranks, folder / "run", *words) / "metrics.jsonl")[0]["loss"]
+
+
+def mean_loss(scores):
+    """What it is by these scores: binary cross entropy, the mean over documents."""
+    each = [math.log1p(math.exp(z if n else -z)) for group in scores if len(group) > 1 for n, z in enumerate(group)]
+    return sum(each) / len(each)
 
 
 def test_batches_of_several_requests_are_made(server, tmp_path):
@@ -189,7 +205,7 @@ def as_openai(message):
 
 
 def answers_by_litchi(folder, ranks):
-    from litchi.train.measure import write_lines
+    from litchi.train.writing import write_lines
 
     words = [*PIXELS, "data.workers=0", "eval.max_new_tokens=12"]
     write_lines("builtin:tiny", str(folder / "chat.jsonl"), words, folder / "answers.jsonl", ranks, task="chat")
@@ -224,6 +240,37 @@ def test_what_is_served_is_said(server):
     assert line["tokens"] > 0 and line["seconds"] >= line["worked_s"]
 
 
+@pytest.mark.slow
+def test_a_second_model_answers_by_its_name_with_the_prompts_of_the_first(tmp_path, ranks):
+    """The first one as an export says what it was trained with; the packaged base then scores as `score` has it so."""
+    words = ("task=rerank", "data.template=mono_qwen2_vl", "train.precision=fp32")
+    settings = load_config(None, words, need=()).model_dump(mode="json")
+    first = copy_base(tmp_path / "first", lambda weights: weights["model.norm.weight"].neg_())
+    limits = json.loads((first / "preprocessor_config.json").read_text())["size"]
+    pixels = {"min": limits["shortest_edge"], "max": limits["longest_edge"]}
+    said = {"task": "rerank", "template": "mono_qwen2_vl", "instruction": "Find it.", "pixels": pixels}
+    (first / "litchi.json").write_text(json.dumps(said | {"settings": settings}))
+    rows = mixed_rows(tmp_path, 20, seed=3)
+    plain = serving.scores_by_litchi(tmp_path / "plain", rows, ranks)
+    wanted = serving.scores_by_litchi(tmp_path, rows, ranks, *words, "data.instruction=Find it.")
+    with serving.serving(tmp_path / "served", str(first), "--against", "builtin:tiny") as server:
+        models = server.get("/v1/models").json()["data"]
+        assert [model["id"] for model in models] == [str(first), "builtin:tiny"]
+        assert [(m["tasks"], m["template"], m["instruction"]) for m in models] == [
+            (["rerank"], "mono_qwen2_vl", "Find it.")
+        ] * 2
+        for row, scores, other in zip(rows, wanted, plain, strict=True):
+            base = server.post("/v1/rerank", as_request(row) | {"model": "builtin:tiny"})
+            assert base.json()["model"] == "builtin:tiny"
+            assert logits_of(base) == pytest.approx(scores, abs=NEAR) != other
+            tuned, any_name = (server.post("/v1/rerank", as_request(row) | more) for more in ({}, {"model": "any"}))
+            assert tuned.json()["model"] == any_name.json()["model"] == str(first)
+            assert logits_of(tuned) == pytest.approx(logits_of(any_name), abs=NEAR)
+            assert logits_of(tuned) == pytest.approx([-score for score in scores], abs=1e-4)  # its norm is the negative
+        server.logged(path="/v1/rerank", status=200, model="builtin:tiny")
+        assert set(re.findall(r'litchi_tokens_total{engine="(.)"}', server.get("/metrics").text)) == {"0", "1"}
+
+
 # ---- Its beginning and its end
 
 
@@ -238,10 +285,10 @@ def test_a_busy_port_is_named_before_anything_is_loaded(tmp_path):
 
 def test_what_cannot_be_served_is_said_with_its_status(tmp_path):
     running = [
-        start_litchi(tmp_path / "a", "serve", str(tmp_path / "nothing"), "--port", "0"),
-        start_litchi(tmp_path / "b", "serve", "builtin:tiny", "serve.queu=3", "--port", "0"),
+        serving.start_server(tmp_path / "a", str(tmp_path / "nothing")),
+        serving.start_server(tmp_path / "b", "builtin:tiny", "serve.queu=3"),
     ]
-    missing, typo = (one.end(60) for one in running)
+    missing, typo = (one.running.end(60) for one in running)
     assert missing.status == 2 and "nothing" in missing.err
     assert typo.status == 2 and "serve.queue" in typo.err and "loading" not in typo.err
 
@@ -266,17 +313,18 @@ def test_a_signal_lets_running_requests_finish(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_an_engine_that_dies_is_replaced(tmp_path):
     import psutil
 
-    with serving.serving(tmp_path, "builtin:tiny", *PIXELS, "--procs", "2") as server:
+    with serving.serving(tmp_path, "builtin:tiny", *PIXELS, "--procs", "2", spawn=True) as server:
         body = {"query": "a red dress", "documents": ["b", "c"]}
         wanted = logits_of(server.post("/v1/rerank", body))
         engines = [p for p in psutil.Process(server.running.pid).children() if "spawn_main" in " ".join(p.cmdline())]
         assert len(engines) == 2
         for engine in engines:
             engine.kill()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline and server.get("/health").status_code == 200:
             time.sleep(0.02)
         assert server.post("/v1/rerank", body).status_code == 503
@@ -286,17 +334,6 @@ def test_an_engine_that_dies_is_replaced(tmp_path):
 
 
 # ---- Models that should not be served
-
-
-def copy_base(folder, change):
-    """The packaged base with changed weights, as a folder."""
-    from litchi.model.build import builtin_folder
-
-    shutil.copytree(builtin_folder(), folder)
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def embedding(weights):

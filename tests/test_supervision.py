@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -81,19 +80,6 @@ def test_a_signal_in_a_step_in_a_save_and_at_the_start(room):
 @pytest.mark.slow
 def test_a_rank_that_stands_still_is_noticed(room):
     chaos.halt_rank(room, "halted", hang_s=2.0)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_the_scorecard(tmp_path):
-    """Each fault once, done to the real program."""
-    ended = run_litchi(tmp_path, "selfcheck", "--chaos", "--quick", "--json", timeout_s=1700)
-    report = json.loads(ended.out)
-    assert ended.status == 0 and report["passed"], ended.err
-    assert len({one["fault"] for one in report["faults"]}) == 8
-    assert "| SIGKILL of a rank | 2 | 2 |" in chaos.format_report(report)
-    broken = {"faults": [{"fault": "x", "passed": False}, {"fault": "x", "passed": True, "notice_s": 1.0}]}
-    assert chaos.format_report(broken).splitlines()[-1] == "| x | 2 | 1 | 1.0 to 1.0 |"
 
 
 # ----------------------------------------------------------------------------------------------------- one process

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from litchi.errors import DataError
 from litchi.evaluate.ranking import ranking_metrics
-from litchi.evaluate.trec import join, read_qrels, read_run, write_run, write_scores
+from litchi.evaluate.trec import join, read_qrels, read_run, write_run
 
 
 @pytest.fixture
@@ -127,25 +127,23 @@ runs = st.dictionaries(names, st.dictionaries(names, numbers, min_size=1, max_si
 @given(runs)
 def test_what_is_written_is_read(tmp_path_factory, run):
     path = tmp_path_factory.mktemp("run") / "file"
-    write_scores(path, run)
+    lines = [{"query_id": q, "doc_id": d, "score": score} for q, scores in run.items() for d, score in scores.items()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     assert read_run(path) == run
     if not next(iter(run)).startswith("{"):
-        write_run(path, run)
+        write_run(path, run.items())
         assert read_run(path) == run
 
 
 def test_write_run_ranks_and_keeps_float32(tmp_path):
     path = tmp_path / "run"
-    write_run(path, {"q": {"a": np.float32(0.1), "b": np.float32(2), "c": np.float32(2)}}, tag="mine")
+    write_run(path, [("q", {"a": np.float32(0.1), "b": np.float32(2), "c": np.float32(2)})], tag="mine")
     assert path.read_text() == "q Q0 b 1 2.0 mine\nq Q0 c 2 2.0 mine\nq Q0 a 3 0.10000000149011612 mine\n"
 
 
 def test_what_cannot_be_written(tmp_path):
     for query, document in (("a b", "d"), ("q", "x\u3000y"), ("q", "")):
         with pytest.raises(DataError, match="TREC form"):
-            write_run(tmp_path / "run", {query: {document: 1.0}})
-    for write in (write_run, write_scores):
-        with pytest.raises(DataError, match=r"score is nan \(query q, document d\)"):
-            write(tmp_path / "run", {"q": {"d": float("nan")}})
-    write_scores(tmp_path / "run", {"a b": {"c d": 1.0}})
-    assert read_run(tmp_path / "run") == {"a b": {"c d": 1.0}}
+            write_run(tmp_path / "run", [(query, {document: 1.0})])
+    with pytest.raises(DataError, match=r"score is nan \(query q, document d\)"):
+        write_run(tmp_path / "run", [("q", {"d": float("nan")})])

@@ -37,6 +37,9 @@ class Media:
 
     A video also as the paths of its `frames`, and as the part of it from `start_s` to `end_s`; `fps` or `nframes` of
     its frames are taken, as the settings say where neither is set. Of frames without time stamps `fps` is the rate.
+
+    `region` is the part of a picture that is meant, (x0, y0, x1, y1) in its pixels as people see it. `pixels` is what
+    a picture (or a frame) gets at most where its detail says so: see `data/detail.py`.
     """
 
     kind: Literal["image", "video"]
@@ -47,17 +50,26 @@ class Media:
     fps: float | None = None
     nframes: int | None = None
     frames: tuple[str, ...] = ()
+    region: tuple[int, int, int, int] | None = None
+    pixels: int | None = None
 
     @cached_property
     def key(self) -> str:
         """Identity: two media with the same key are the same picture and are encoded once."""
+        return self.shown if self.pixels is None else f"{self.shown}^{self.pixels}"
+
+    @cached_property
+    def shown(self) -> str:
+        """The same without how large it is shown."""
         listed = "\0".join(self.frames).encode(errors="surrogateescape")
         name = self.path if self.path is not None else "sha256:" + hashlib.sha256(self.data or listed).hexdigest()
-        return name if self.kind == "image" else f"{self.kind}:{name}#{self.cut}"
+        return f"{self.kind}:{name}#{self.cut}" if self.cut else name
 
     @property
     def cut(self) -> str:
-        """Which frames of a video are meant."""
+        """Which frames of a video, which region of a picture are meant; "" is the whole picture."""
+        if self.kind == "image":
+            return "" if self.region is None else ",".join(map(str, self.region))
         return f"{self.start_s}-{self.end_s}@{self.fps}x{self.nframes}"
 
     @property
@@ -68,7 +80,15 @@ class Media:
         return self.path if self.path is not None else f"<{len(self.data or b'')} bytes of {self.kind}>"
 
 
-Part = str | Media  # literal text, or a picture or video in its place
+@dataclass(frozen=True)
+class Box:
+    """A place in a picture, said in a text: (x0, y0, x1, y1), or a point (x, y), in its pixels as people see it."""
+
+    media: Media
+    at: tuple[float, ...]
+
+
+Part = str | Media | Box  # literal text, a picture or video in its place, a place in a picture
 
 
 @dataclass(frozen=True)

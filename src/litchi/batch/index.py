@@ -20,21 +20,26 @@ from typing import Any
 from litchi.batch.rows import (
     RowCost,
     Size,
+    count_trained,
     fit_grid,
     name_picture,
     number_pictures,
     pictures_by_span,
     same_object,
     size_of,
+    stage_cost,
     with_step,
 )
+from litchi.data.boxes import has_boxes
+from litchi.data.detail import RULE, Shown, allot_pixels, with_pixels
+from litchi.data.detail import list_media as sample_media
 from litchi.data.jsonl import Lines, RowError, read_offsets
 from litchi.data.media import RULES, MediaError, file_stamp, media_paths, media_warnings
 from litchi.data.orphans import end_with_parent
 from litchi.data.render import Renderer
 from litchi.data.segments import Cutting, Segment, cut_sample, has_answer, split_sample
 from litchi.data.verdicts import PASSING, Verdict, cache_root, check_media
-from litchi.types import IGNORE, ChatSample, Example, Finding, Media, RerankSample, Sample, Source
+from litchi.types import ChatSample, Example, Finding, Media, RerankSample, Sample, Source, VisionSpec
 
 INDEX_VERSION = 5  # raise when a change alters what a scan finds
 CHUNK_ROWS = 256  # rows a worker scans between two signs of progress
@@ -77,7 +82,9 @@ class SourceIndex:
     def load(self, row: RowCost, renderer: Renderer) -> Sample:
         """Read and parse a usable row again."""
         sample = renderer.parse(self.lines.read(row.line), self.source(row), require_labels=False)[0]
-        return cut_sample(sample, row.segment) if row.segment and isinstance(sample, ChatSample) else sample
+        if row.segment and isinstance(sample, ChatSample):
+            sample = cut_sample(sample, row.segment)
+        return with_pixels(sample, row.allotted)
 
 
 @dataclass(frozen=True)
@@ -109,10 +116,11 @@ def scan_rows(lines: Lines, numbers: Sequence[int], renderer: Renderer, rules: S
         decode=rules.verify == "decoded",
         cache=cache_root() / "media.sqlite",
         window=renderer.window,
+        detail=renderer.budget is not None,
     )
     whole: list[tuple[int, Segment | None, Sample]] = [(i, None, sample) for i, sample in samples]
     if renderer.cutting is not None:
-        whole, said = _cut_samples(samples, verdicts, renderer.cutting, renderer.window, rules)
+        whole, said = _cut_samples(samples, verdicts, renderer.cutting, renderer, rules)
         findings += said
     costs = []
     for i, segment, sample in whole:
@@ -125,7 +133,7 @@ def scan_rows(lines: Lines, numbers: Sequence[int], renderer: Renderer, rules: S
     return costs, findings, _media_stamps(m for _, s in samples for m in sample_media(s))
 
 
-def _cut_samples(samples, verdicts: dict[str, Verdict], cutting: Cutting, window, rules: ScanRules):
+def _cut_samples(samples, verdicts: dict[str, Verdict], cutting: Cutting, renderer: Renderer, rules: ScanRules):
     """Segments in the place of rows with a long video; `verdicts` gains those on their parts."""
     out: list[tuple[int, Segment | None, Sample]] = []
     findings: list[Finding] = []
@@ -143,7 +151,8 @@ def _cut_samples(samples, verdicts: dict[str, Verdict], cutting: Cutting, window
             findings.append(_row_finding(sample.source, "no_event", found))
         out += said if parts else [(i, None, sample)]
     fresh = [m for _, segment, sample in out if segment for m in sample_media(sample) if m.key not in verdicts]
-    verdicts |= check_media(fresh, decode=False, cache=cache_root() / "media.sqlite", window=window)
+    cache, detail = cache_root() / "media.sqlite", renderer.budget is not None
+    verdicts |= check_media(fresh, decode=False, cache=cache, window=renderer.window, detail=detail)
     return out, findings
 
 
@@ -152,34 +161,31 @@ def _row_finding(source: Source, code: str, message: str, rules: ScanRules | Non
     return Finding(source.file, source.line, "warning" if fine else "error", code, message)
 
 
-def sample_media(sample: Sample) -> list[Media]:
-    """All media of a sample, in order."""
-    if isinstance(sample, ChatSample):
-        return [p for t in sample.turns for p in t.parts if isinstance(p, Media)]
-    return list(sample.query.media) + [m for d in sample.documents for m in d.content.media]
-
-
 def _scan_sample(number: int, sample: Sample, verdicts: dict[str, Verdict], renderer: Renderer, rules: ScanRules):
     findings = []
+    allotted: tuple[int | None, ...] = ()
+    if renderer.budget is not None:
+        allotted = same_object(allot_pixels(sample, renderer.budget, lambda m: _shown(m, verdicts[m.key])))
+        sample = with_pixels(sample, allotted)
     usable = sample
     if isinstance(sample, RerankSample):
         usable, findings = _drop_bad_negatives(sample, verdicts, rules)
     else:
         _check_all(sample_media(sample), verdicts)
     for media in {m.key: m for m in sample_media(usable)}.values():
-        for code, text in media_warnings(verdicts[media.key].header):
+        for code, text in media_warnings(verdicts[media.shown].header):
             findings.append(Finding(sample.source.file, sample.source.line, "warning", code, f"{media.name}: {text}"))
     spec = renderer.processor.vision
-    sizes = {m.key: size_of(m, verdicts[m.key].header, spec) for m in sample_media(usable)}
+    sizes = {m.key: size_of(m, verdicts[m.shown].header, spec) for m in sample_media(usable)}
 
-    def grid(media: Media):
-        size = sizes[media.key]
-        return with_step(fit_grid(size, spec), size, spec)
+    def render(spec: VisionSpec) -> Example:
+        return renderer.render(usable, lambda m: with_step(fit_grid(sizes[m.key], spec), sizes[m.key], spec))
 
-    example = renderer.render(usable, grid)
+    example = render(spec)
     if isinstance(sample, RerankSample) and isinstance(usable, RerankSample):
         numbers = {d.id: n for n, d in enumerate(sample.documents)}
-        return _group_cost(number, usable, numbers, example, sizes, rules, findings), findings
+        cost = _group_cost(number, usable, numbers, example, sizes, rules, findings)
+        return cost._replace(allotted=allotted), findings
     if example.tokens > rules.max_length:
         raise RowError("too_long", f"{example.tokens} tokens, data.max_length is {rules.max_length}")
     cost = RowCost(
@@ -187,19 +193,25 @@ def _scan_sample(number: int, sample: Sample, verdicts: dict[str, Verdict], rend
         id=sample.id,
         tokens=example.tokens,
         patches=example.patches,
-        rows=int((example.labels[1:] != IGNORE).sum()),
+        rows=count_trained(example),
         grids=same_object(tuple(m.grid for m in example.media)),
         sizes=same_object(tuple(sizes[m.media.key] for m in example.media)),
         names=tuple(name_picture(m.media.key) for m in example.media),
         shown=tuple(pictures_by_span(example, {m.media.key: n for n, m in enumerate(example.media)})),
+        allotted=allotted,
+        stages=tuple(stage_cost(stage, render(stage)) for stage in renderer.stages) if has_boxes(sample) else (),
     )
     return cost, findings
 
 
+def _shown(media: Media, verdict: Verdict) -> Shown | None:
+    return None if verdict.code is not None else Shown(verdict.width, verdict.height, verdict.detail or None)
+
+
 def _check_all(media: Iterable[Media], verdicts: dict[str, Verdict]) -> None:
     for m in media:
-        if verdicts[m.key].code is not None:
-            raise RowError(str(verdicts[m.key].code), f"{m.name}: {verdicts[m.key].reason}")
+        if verdicts[m.shown].code is not None:
+            raise RowError(str(verdicts[m.shown].code), f"{m.name}: {verdicts[m.shown].reason}")
 
 
 def _drop_bad_negatives(sample: RerankSample, verdicts: dict[str, Verdict], rules: ScanRules):
@@ -374,6 +386,8 @@ def _index_key(path: str, renderer: Renderer, rules: ScanRules) -> str:
         renderer.media_root,
         renderer.window,
         renderer.cutting,
+        [RULE, asdict(renderer.budget)] if renderer.budget else None,
+        [asdict(stage) for stage in renderer.stages],
         asdict(renderer.template) if renderer.template else None,
         hashlib.sha256(processor.tokenizer_json.encode()).hexdigest(),
         processor.chat_template,

@@ -26,6 +26,7 @@ from litchi.batch.index import SourceIndex, sample_media
 from litchi.batch.pictures import ALL, Share, find_features, list_pictures, load_patches, media_grid, naming
 from litchi.batch.rows import RowCost, name_picture, with_step
 from litchi.batch.schedule import EpochPlan
+from litchi.data.boxes import Frame, frame_of, only_picture
 from litchi.data.features import FeatureStore
 from litchi.data.orphans import end_with_parent
 from litchi.data.render import GridOf, Renderer
@@ -108,6 +109,26 @@ class Corpus:
             sample = self.load(row)
             assert isinstance(sample, ChatSample)
             return renderer.render_prompt(sample, self._grids(source, cost, renderer))[0]
+
+    def reference(self, row: int) -> str:
+        """The text of a row's last answer."""
+        source, cost, renderer = self.find(row)
+        with naming(source.source(cost)):
+            sample = self.load(row)
+            assert isinstance(sample, ChatSample)
+            *_, last = renderer.said(sample, self._grids(source, cost, renderer)).turns
+            return "".join(part for part in last.parts if isinstance(part, str))
+
+    def frame(self, row: int) -> Frame:
+        """The sides of a chat row's only picture. Raises DataError: it has none, or several."""
+        source, cost, renderer = self.find(row)
+        with naming(source.source(cost)):
+            sample = self.load(row)
+            assert isinstance(sample, ChatSample)
+            media = only_picture(sample.turns)
+            if media is None:
+                raise DataError(f"{cost.id} does not show one picture", why="boxes of an answer are in pixels of one")
+            return frame_of(media, renderer.processor.vision.patch, self._grids(source, cost, renderer)(media))
 
     def picture(self, row: int, name: int, grid: Grid) -> tuple[PlacedMedia, Source, Renderer]:
         """One of a row's pictures, by its number of `name_picture`."""

@@ -179,10 +179,11 @@ def decode_pictures(
         if (found := recent.find(known)) is None:
             with naming(source):
                 if placed.media.kind == "video":
-                    found, grid = video_patches(placed.media, spec=spec)
+                    read = video_patches if renderer.frames is None else renderer.frames.patches
+                    found, grid = read(placed.media, spec=spec)
                 else:
                     rgb = decode_image(placed.media, window=renderer.window, data=kept.data.get(key))
-                    found, grid = picture_patches(rgb, spec=spec)
+                    found, grid = picture_patches(rgb, spec=spec, pixels=placed.media.pixels)
             if grid != placed.grid:
                 raise DataError(f"{placed.media.name} changed while the run was reading it", where=source)
             recent.add(known, found)

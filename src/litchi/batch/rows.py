@@ -15,11 +15,11 @@ from litchi.batch.schedule import choose_negatives
 from litchi.data.media import Header, grid_of
 from litchi.data.segments import Segment
 from litchi.data.video import fit_video, step_of, video_size
-from litchi.types import Content, Example, Media, VisionSpec
+from litchi.types import IGNORE, Content, Example, Media, VisionSpec
 
-# width and height of a picture in its file, as it stands upright; of a video also how many frames are taken and the
-# seconds they stand for
-Size = tuple[int, int] | tuple[int, int, int, float]
+# width and height of a picture in its file, as it stands upright, then what it gets at most where that goes by detail
+# (`Media.pixels`); of a video also how many frames are taken and the seconds they stand for, then again the pixels
+Size = tuple[int, int] | tuple[int, int, int] | tuple[int, int, int, float] | tuple[int, int, int, float, int]
 
 
 class RowCost(NamedTuple):  # half the memory of a dataclass, and read from the cache in a third of the time
@@ -47,6 +47,8 @@ class RowCost(NamedTuple):  # half the memory of a dataclass, and read from the 
     names: tuple[int, ...] = ()  # the same number for the same picture in all rows of all files
     shown: tuple[tuple[int, ...], ...] = ()
     segment: Segment | None = None  # of a row whose video is cut
+    stages: tuple[tuple[int, int, int, int], ...] = ()  # of a row with boxes: `stage_cost` under other budgets
+    allotted: tuple[int | None, ...] = ()  # where pixels go by detail: `Media.pixels` of all the row's media, in order
 
     def chosen(self, seed: int, epoch: int, wanted: int | None) -> tuple[int, ...] | None:
         """Documents that take part in an epoch: all positives and the chosen negatives. None for chat."""
@@ -76,8 +78,12 @@ class RowCost(NamedTuple):  # half the memory of a dataclass, and read from the 
             return self
         more = [(_area(new) - _area(old)) // spec.merge**2 for new, old in zip(grids, self.grids, strict=True)]
         first, *others = (sum(more[number] for number in span) for span in self.shown)
+        tokens, rows = self.tokens + first + sum(others), self.rows
+        if self.stages:
+            tokens, rows = next(one[2:] for one in self.stages if one[:2] == (spec.min_pixels, spec.max_pixels))
         return self._replace(
-            tokens=self.tokens + first + sum(others),
+            tokens=tokens,
+            rows=rows,
             patches=sum(map(_area, grids)),
             prefix=self.prefix + first if self.documents else 0,
             lengths=tuple(length + first + own for length, own in zip(self.lengths, others, strict=True)),
@@ -88,17 +94,31 @@ class RowCost(NamedTuple):  # half the memory of a dataclass, and read from the 
 @lru_cache(maxsize=65_536)
 def fit_grid(size: Size, spec: VisionSpec) -> Grid:
     """Grid of a picture of this size; the same object for equal grids: an index has many pictures and few grids."""
-    return grid_of(Header(*size, frames=1), spec) if len(size) == 2 else fit_video(size, spec)
+    if len(size) > 3:
+        return fit_video(size, spec)  # type: ignore[arg-type]
+    return grid_of(Header(size[0], size[1], frames=1), spec, *size[2:])  # type: ignore[arg-type]
 
 
 def size_of(media: Media, header: Header, spec: VisionSpec) -> Size:
     """What the grid of a picture or video follows from."""
-    return (header.width, header.height) if media.kind == "image" else video_size(media, header, spec)
+    size = (header.width, header.height) if media.kind == "image" else video_size(media, header, spec)
+    return size if media.pixels is None else (*size, media.pixels)  # type: ignore[return-value]
 
 
 def with_step(grid: Grid, size: Size, spec: VisionSpec) -> Grid | tuple[int, int, int, float]:
     """The grid, of a video with the seconds from one of its frames to the next."""
-    return grid if len(size) == 2 else (*grid, step_of(size, spec))
+    return (*grid, step_of(size, spec)) if len(size) > 3 else grid  # type: ignore[arg-type]
+
+
+def count_trained(example: Example) -> int:
+    """Tokens a chat example is trained on."""
+    return int((example.labels[1:] != IGNORE).sum())
+
+
+def stage_cost(spec: VisionSpec, example: Example) -> tuple[int, int, int, int]:
+    """A budget, and what an example takes under it: tokens, and those that are trained on. A box of larger numbers is
+    longer, so that this does not follow from its pictures alone."""
+    return spec.min_pixels, spec.max_pixels, example.tokens, count_trained(example)
 
 
 def _area(grid: Grid) -> int:

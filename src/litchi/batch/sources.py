@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING
 from litchi.batch.curriculum import largest_spec, stage_specs
 from litchi.batch.index import Gather, Progress, ScanRules, SourceIndex, build_index
 from litchi.batch.loader import Corpus
+from litchi.data.detail import WHOLE, Budget
+from litchi.data.frame_cache import FrameCache
 from litchi.data.processor import Processor
 from litchi.data.render import Renderer
 from litchi.data.segments import Cutting
 from litchi.data.templates import find_template
+from litchi.data.verdicts import cache_root
 from litchi.errors import DataError
 from litchi.types import Finding, VisionSpec
 
@@ -30,15 +33,25 @@ def make_renderer(config: Config, processor: Processor, path: str) -> Renderer:
     template = find_template(config.data.template) if rerank else None
     if template is not None:
         processor.word(template.yes), processor.word(template.no)  # each must be one token
+    processor = with_budget(processor.with_words(config.model.new_tokens), config.data)
     return Renderer(
         task=config.task,
-        processor=with_budget(processor, config.data),
+        processor=processor,
         template=template,
         instruction=config.data.instruction,
         media_root=config.data.media_root or os.path.dirname(os.path.abspath(path)),
         window=config.data.window,
         cutting=None if video.segment_s is None else Cutting(video.segment_s, video.segment == "scenes"),
+        frames=FrameCache(cache_root() / "frames", video.cache_mb * 2**20) if video.cache_mb else None,
+        budget=by_detail(config.data, processor.vision),
     )
+
+
+def by_detail(data: Data, spec: VisionSpec) -> Budget | None:
+    """How pixels go by detail; None: they do not. In every stage of a run it is within the limits of `data.pixels`."""
+    lost, frames = (None if s is None else round((1 - s) * WHOLE) for s in (data.pixels.detail, data.video.detail))
+    budget = Budget(spec.min_pixels, spec.max_pixels, spec.factor, lost, data.pixels.total, frames)
+    return budget if budget.looks else None
 
 
 def with_budget(processor: Processor, data: Data) -> Processor:
@@ -73,6 +86,10 @@ def index_sources(
     """
     rules = ScanRules(config.data.max_length, config.data.overlong, config.data.verify, require_labels)
     renderers = tuple(make_renderer(config, processor, s.path) for s in sources)
+    if by_curriculum and renderers and config.curriculum:
+        cut = renderers[0].processor
+        stages = (cut.vision, *stage_specs(config.curriculum, cut))
+        renderers = tuple(replace(renderer, stages=stages) for renderer in renderers)
     spec = _largest(config, renderers) if by_curriculum else None
     indexes = tuple(
         build_index(

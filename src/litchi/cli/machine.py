@@ -17,30 +17,39 @@ if TYPE_CHECKING:
 
 def selfcheck(
     procs: Annotated[int, typer.Option("--procs", min=1, help="Ranks at most.")] = 2,
-    quick: Annotated[bool, typer.Option("--quick", help="Full chat and LoRA rerank only; of each fault one.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer kinds of training, fp32 alone; of each fault one.")
+    ] = False,
     chaos: Annotated[
-        bool, typer.Option("--chaos", help="Kill, stop and halt parts of real runs instead; nothing must be lost.")
+        bool, typer.Option("--chaos", help="Kill, stop, starve and spoil real runs instead; nothing must be lost.")
     ] = False,
     write: Annotated[
         str | None, typer.Option("--write", metavar="FILE", help="Put the table into a document, between its marks.")
+    ] = None,
+    page: Annotated[
+        str | None, typer.Option("--report", metavar="FILE", help="Write what was verified where, a page to keep.")
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
     job: Annotated[str | None, typer.Option("--job", hidden=True)] = None,
 ) -> None:
-    """Train in every layout these ranks allow, and compare each with one process."""
-    from litchi.scale import chaos as faults
-    from litchi.scale import selfcheck as check
-
+    """Check that nothing changes the numbers here: every layout, and what else has to be equal; or faults."""
     if job is not None:
-        in_ranks(None, lambda ranks: check.run_file(ranks, Path(job)))
+        from litchi.scale.jobs import RESTARTS, newest_step, run_file
+
+        file = Path(job)
+        in_ranks(procs, lambda ranks: run_file(ranks, file), restarts=RESTARTS, newest=lambda: newest_step(file))
         return
+    from litchi.scale import verified
+
+    document = None if write is None else Path(write)
     if chaos:
-        report, format_report = faults.report_faults(quick=quick), faults.format_report
+        report = verified.report_chaos(quick=quick, write=document)
     else:
-        report = check.report_layouts(procs, quick=quick, write=None if write is None else Path(write))
-        format_report = check.format_report
-    print(json.dumps(report) if as_json else format_report(report))
+        report = verified.report_equal(procs, quick=quick, write=document)
+    if page is not None:
+        verified.write_page(Path(page), report)
+    print(json.dumps(report) if as_json else verified.format_report(report))
     if not report["passed"]:
         raise typer.Exit(1)
 
@@ -74,7 +83,7 @@ def doctor(
 
 
 def plan(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file of settings.")],
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file of settings, or builtin:NAME.")],
     overrides: Overrides = None,
     size: Annotated[
         str | None, typer.Option("--model-size", metavar="SIZE", help="3b, 7b, 32b or 72b instead of model.path.")

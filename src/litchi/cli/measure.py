@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -28,11 +28,25 @@ def evaluate(
     against: Annotated[
         str | None, typer.Option("--against", metavar="TARGET", help="A second model, such as the base.")
     ] = None,
+    log: Annotated[
+        str | None, typer.Option("--log", metavar="LOG", help="Shown lists with clicks, to judge --run by.")
+    ] = None,
+    catalogue: Annotated[
+        str | None, typer.Option("--catalogue", metavar="FILE", help="With --log: the ids of all items there are.")
+    ] = None,
     procs: Procs = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Measure a model on a file, or a run file against qrels."""
+    """Measure a model on a file, or a run file against qrels or a log of clicks."""
+    if log or catalogue:
+        from litchi.evaluate.business import format_log, measure_log
+
+        if target or data or qrels or against or not log:
+            raise UsageError("--log goes with --run and --catalogue alone", remedy="See litchi evaluate --help")
+        answer = measure_log(log, run, catalogue)
+        print(json.dumps(answer, ensure_ascii=False) if as_json else format_log(answer))
+        return
     if run or qrels:
         from litchi.evaluate.trec import measure_files
 
@@ -58,11 +72,12 @@ def score(
     overrides: Overrides = None,
     data: Annotated[str, typer.Option("--data", metavar="FILE")] = ...,  # type: ignore[assignment]
     out: Annotated[str, typer.Option("--out", metavar="FILE", help="JSONL of query_id, doc_id, score.")] = ...,  # type: ignore[assignment]
+    trec: Annotated[str | None, typer.Option("--trec", metavar="FILE", help="The same as a TREC run too.")] = None,
     procs: Procs = None,
     debug: Debug = False,
 ) -> None:
-    """Write the score of every query and document."""
-    _write(target, data, overrides or [], out, procs, "rerank")
+    """Write the score of every query and document; interrupted, the same command goes on."""
+    _write(target, data, overrides, out, procs, "rerank", trec=None if trec is None else Path(trec))
 
 
 def generate(
@@ -70,20 +85,34 @@ def generate(
     overrides: Overrides = None,
     data: Annotated[str, typer.Option("--data", metavar="FILE")] = ...,  # type: ignore[assignment]
     out: Annotated[str, typer.Option("--out", metavar="FILE", help="JSONL of id and text.")] = ...,  # type: ignore[assignment]
+    schema: Annotated[
+        str | None, typer.Option("--schema", metavar="FILE", help="JSON schema to hold the answers against.")
+    ] = None,
+    restore_boxes: Annotated[
+        bool, typer.Option("--restore-boxes", help="Boxes in answers as pixels of the row's picture.")
+    ] = False,
     procs: Procs = None,
     debug: Debug = False,
 ) -> None:
-    """Write the greedy answer to every row's last turn."""
-    _write(target, data, overrides or [], out, procs, "chat")
+    """Write the greedy answer to every row's last turn; interrupted, the same command goes on."""
+    _write(target, data, overrides, out, procs, "chat", schema=schema, restore=restore_boxes)
 
 
-def _write(target: str, data: str, overrides: list[str], out: str, procs: int | None, task: str) -> None:
+def _write(
+    target: str,
+    data: str,
+    overrides: list[str] | None,
+    out: str,
+    procs: int | None,
+    task: Literal["rerank", "chat"],
+    **more: Any,
+) -> None:
     def body(ranks: Ranks) -> None:
-        from litchi.train.measure import write_lines
+        from litchi.train.writing import write_lines
 
-        count = write_lines(target, data, overrides, Path(out), ranks, task=task)
+        written = write_lines(target, data, overrides or [], Path(out), ranks, task=task, **more)
         if ranks.is_main:
-            print(f"{count:,} lines in {out}", file=sys.stderr)
+            print(f"{written} in {out}", file=sys.stderr)
 
     in_ranks(procs, body)
 

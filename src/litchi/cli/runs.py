@@ -38,7 +38,7 @@ def compare(
 
 
 def ladder(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file of settings.")],
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file of settings, or builtin:NAME.")],
     overrides: Overrides = None,
     procs: Annotated[
         int | None, typer.Option("--procs", min=1, help="Ranks of the last rung; default: one per GPU, or two.")

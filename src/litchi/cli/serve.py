@@ -15,6 +15,12 @@ def serve(
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 8000,
     procs: Annotated[int, typer.Option("--procs", min=1, help="Engines, each with a model of its own.")] = 1,
+    against: Annotated[
+        str | None, typer.Option("--against", metavar="TARGET", help="A second model beside it, such as the base.")
+    ] = None,
+    engine_url: Annotated[
+        str | None, typer.Option("--engine-url", metavar="URL", help="A vLLM or SGLang that has the model: ask it.")
+    ] = None,
     api_key_file: Annotated[
         str | None, typer.Option("--api-key-file", metavar="FILE", help="A key on each line; also LITCHI_API_KEYS.")
     ] = None,
@@ -27,7 +33,15 @@ def serve(
     from litchi.serve.start import serve_target
 
     serve_target(
-        target, overrides or [], host=host, port=port, procs=procs, key_file=api_key_file, hosts=allow_host or []
+        target,
+        overrides or [],
+        host=host,
+        port=port,
+        procs=procs,
+        against=against,
+        engine_url=engine_url,
+        key_file=api_key_file,
+        hosts=allow_host or [],
     )
 
 

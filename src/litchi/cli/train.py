@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 SLURM = "Say --slurm nodes=2 --slurm tasks=8 for 16 ranks"
 Engine = Literal["torch", "ray"]
-ExportFormat = Literal["merged", "int8", "int4", "nf4", "score"]
+ExportFormat = Literal["merged", "int8", "int4", "nf4", "score", "onnx-vision", "triton"]
 
 
 def train(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file of settings.")],
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file of settings, or builtin:NAME.")],
     overrides: Overrides = None,
     procs: Procs = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over; the old run is moved aside.")] = False,
@@ -46,7 +46,19 @@ def train(
 
     stop_at_once(end_now)
     from litchi.config import load_config
+    from litchi.config.several import split_runs
     from litchi.parallel.accelerate import adopt_accelerate
+
+    runs = split_runs(overrides or [])
+    if len(runs) > 1:
+        from litchi.scale.sweep import place_runs, run_several
+
+        if slurm or show or "RANK" in os.environ:
+            raise UsageError("several values for a key need a plain `litchi train`", remedy="Take --procs for ranks")
+        options = [*(["--procs", str(procs)] if procs else []), *["--fresh"] * fresh, *["--debug"] * debug]
+        options += [*_each("--allow-changed", allow_changed), "--profile", str(profile), "--engine", engine]
+        print(run_several(config, place_runs(config, overrides or [], runs), options))
+        return
 
     settings = adopt_accelerate(load_config(config, overrides or []), os.environ)
     if slurm or show:
@@ -96,7 +108,7 @@ def export(
     out: Annotated[str, typer.Argument(metavar="OUT")],
     overrides: Overrides = None,
     form: Annotated[
-        ExportFormat, typer.Option("--format", help="Merged weights, rounded ones, or a classifier's head.")
+        ExportFormat, typer.Option("--format", help="Weights merged, rounded, for a classifier; or for others.")
     ] = "merged",
     data: Annotated[
         str | None, typer.Option("--data", metavar="FILE", help="Rows to compare on; default: the run's own.")
@@ -111,8 +123,12 @@ def export(
 
     def body(ranks: Ranks) -> None:
         from litchi.train.export_target import export_target
+        from litchi.train.export_triton import export_triton
 
-        export_target(run, Path(out), overrides or [], ranks, form=form, data=data, limit=limit)
+        if form == "triton":
+            export_triton(run, Path(out), overrides or [], ranks, data=data, limit=limit)
+        else:
+            export_target(run, Path(out), overrides or [], ranks, form=form, data=data, limit=limit)
         if ranks.is_main:
             print(f"export: {out}", file=sys.stderr)
 

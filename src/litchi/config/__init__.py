@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from litchi.config.data import Data, DataSource, Pixels, Video
 from litchi.config.kinds import Every
 from litchi.config.later import LATER
-from litchi.config.reading import Key, Reading, dotted, read_settings, show
+from litchi.config.reading import Key, Reading, dotted, find_file, read_settings, show
 from litchi.config.sections import (
     LOSSES,
     METRICS,
@@ -79,7 +79,7 @@ def load_config(
     """Read a YAML file, lay `key=value` over it, and check all of it.
 
     Args:
-        path: the file; None: from `overrides` alone.
+        path: the file, or `builtin:NAME`; None: from `overrides` alone.
         overrides: dotted keys with a value in YAML. A value replaces what the file has under its key.
         need: keys the verb cannot do without. With "data.train" among them the run must also have something to train.
 
@@ -89,7 +89,7 @@ def load_config(
     reading = read_settings(path, overrides, _expand)
     _prefer_command_line(reading)
     if path is not None:
-        reading.tree.setdefault("output", f"runs/{Path(path).stem}")
+        reading.tree.setdefault("output", f"runs/{find_file(path).stem}")
     config, wrong = _validate(reading)
     needed = tuple(need)
     for problem in (*_missing(config, needed), *_conflicts(config, training="data.train" in needed), *_later(config)):
@@ -210,6 +210,9 @@ def _conflicts(config: Config, *, training: bool) -> Iterator[_Problem]:
     if data.pixels.min and data.pixels.max and data.pixels.min > data.pixels.max:
         text = f"data.pixels.min is {data.pixels.min}: at most data.pixels.max, {data.pixels.max}"
         yield _Problem(text, ("data.pixels.min", "data.pixels.max"))
+    if data.pixels.total and data.pixels.min and data.pixels.min > data.pixels.total:
+        text = f"data.pixels.total is {data.pixels.total}: at least data.pixels.min, {data.pixels.min}"
+        yield _Problem(text, ("data.pixels.min", "data.pixels.total"))
     yield from _stage_conflicts(config.curriculum)
     names = [source.name for source in data.eval]
     for name in sorted({name for name in names if names.count(name) > 1}):
@@ -232,6 +235,9 @@ def _conflicts(config: Config, *, training: bool) -> Iterator[_Problem]:
         if config.parallel.tp > 1:
             text = f"{held}: packed weights cannot be cut by parallel.tp. Use parallel.dp_shard"
             yield _Problem(text, ("parallel.tp", "model.quantize"))
+    if config.trainable.lora.variant == "dora" and config.parallel.tp > 1:
+        text = "trainable.lora.variant is dora: the norm of a weight's row is not known where parallel.tp cuts rows"
+        yield _Problem(f"{text}. Use parallel.dp_shard", ("trainable.lora.variant", "parallel.tp"))
     for name in ("vision", "merger"):
         if config.parallel.vision_ranks and parts[name]["mode"] != "frozen":
             text = f"parallel.vision_ranks is {config.parallel.vision_ranks}: these ranks learn nothing"

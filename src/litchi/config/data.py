@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 from pydantic import BeforeValidator, model_validator
 
 from litchi.config.kinds import Positive, Says, Section, Share, Window, as_sections, stem
+
+Kept = Annotated[float, Gt(0), Le(1)]
 
 
 class Pixels(Section):
@@ -17,6 +19,22 @@ class Pixels(Section):
     """Pixels a picture is enlarged to; null: the model's own."""
     max: Positive | None = None
     """Pixels a picture is reduced to; null: the model's own."""
+
+
+class Pictures(Pixels):
+    """The pixel budget of a picture, and of those that are shown together."""
+
+    detail: Kept | None = None
+    """Share of a picture's detail that is kept where it is finest: it gets no more pixels than that takes; null: its
+    detail is not looked at."""
+    total: Positive | None = None
+    """Pixels of all pictures of a row (rerank: of a query, of a document) at most, shared out by their detail, so that
+    all keep the same share of it; no picture gets less than `min`. null: no limit."""
+
+    @property
+    def by_detail(self) -> dict[str, float]:
+        """What is set beside the limits."""
+        return {key: value for key, value in (("detail", self.detail), ("total", self.total)) if value is not None}
 
 
 class Video(Section):
@@ -33,10 +51,15 @@ class Video(Section):
     pixels: Positive | None = None
     """Pixels of all frames together at most, two that make one patch in time counted once; null: the model's own,
     90,316,800. It lowers the budget of a frame, at the lowest to its least."""
+    detail: Kept | None = None
+    """Share of a video's detail that is kept where it is finest, by a few of its frames: a frame gets no more pixels
+    than that takes; null: it is not looked at."""
     segment_s: Annotated[float, Gt(0)] | None = None
     """Length of a segment of a long video in seconds, each a sample of its own (chat); null: not cut."""
     segment: Literal["fixed", "scenes"] = "fixed"
     """Where `segment_s` cuts: after each such time, or at scene changes and within a scene that is longer."""
+    cache_mb: Annotated[int, Ge(0)] = 0
+    """Decoded frames kept on disk for further epochs and runs, in MiB; those used longest ago go first. 0: none."""
 
 
 class DataSource(Section):
@@ -94,8 +117,8 @@ class Data(Section):
     """Instruction for rows that bring none (rerank); null: the template's own."""
     negatives: Positive | None = None
     """Negatives of a group that take part in an epoch, drawn anew each time (rerank); null: all."""
-    pixels: Pixels = Pixels()
-    """The pixel budget of a picture."""
+    pixels: Pictures = Pictures()
+    """The pixel budget of a picture, and of those that are shown together."""
     window: Window | None = None
     """Grey levels of 16-bit pictures that become black and white; null: 0 and 65535."""
     video: Video = Video()

@@ -14,8 +14,5 @@ class Later(NamedTuple):
 
 LATER = {
     "parallel.pp_schedule": Later("several runs of layers on a stage", ("interleaved", "zero_bubble")),
-    "model.quantize": Later("training on weights in 8 bits", ("int8",)),
-    "optim.name": Later("an optimizer with its state in 8 bits", ("adamw8bit",)),
-    "trainable.lora.variant": Later("DoRA", ("dora",)),
     "track": Later("a tracker other than tensorboard", ("trackio", "wandb", "mlflow")),
 }

@@ -18,6 +18,7 @@ import yaml
 
 from litchi.errors import UsageError
 
+BUILTIN = "builtin:"
 Key = tuple[str | int, ...]  # ("data", "train", 0, "path")
 
 COMMAND_LINE = "command line"
@@ -64,7 +65,7 @@ def read_settings(path: str | Path | None, overrides: Sequence[str], expand: Cal
     """Read a settings file and lay `key=value` over it; a value takes the place of what the file has under its key.
 
     Args:
-        path: the YAML file; None: the command line only.
+        path: the YAML file, or `builtin:NAME` for one that comes with the package; None: the command line only.
         overrides: `dotted.key=value`, the value in YAML.
         expand: writes out the short form of the setting at a key (`loss: bce`), so that `loss.weight=2` can join it.
 
@@ -73,10 +74,29 @@ def read_settings(path: str | Path | None, overrides: Sequence[str], expand: Cal
     """
     reading = Reading(COMMAND_LINE if path is None else str(path))
     if path is not None:
-        _read_file(Path(path), reading)
+        _read_file(find_file(path), reading)
     for number, text in enumerate(overrides):
         _override(text, _AFTER_THE_FILE + number, reading, expand)
     return reading
+
+
+def find_file(path: str | Path) -> Path:
+    """The YAML file that is meant by a path or by `builtin:NAME`.
+
+    Raises:
+        UsageError: no such file comes with the package.
+    """
+    if not str(path).startswith(BUILTIN):
+        return Path(path)
+    package = Path(__file__).parents[1]
+    folders = package / "configs", package.parents[1] / "configs"  # of an installed package, and of a clone
+    folder = next((folder for folder in folders if folder.is_dir()), folders[0])
+    known = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+    name = str(path).removeprefix(BUILTIN)
+    if name not in known:
+        listed = ", ".join(f"{BUILTIN}{stem}" for stem in known)
+        raise UsageError(f"no settings named {path} come with Litchi", remedy=f"There are {listed}")
+    return known[name]
 
 
 def dump_settings(tree: dict[str, Any]) -> str:

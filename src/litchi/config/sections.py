@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt
 from pydantic import BeforeValidator, model_validator
 
 from litchi.config.data import Data
-from litchi.config.kinds import Decay, Positive, Says, Section, Targets, Trackers, Weight, as_sections
+from litchi.config.kinds import Decay, Names, Positive, Says, Section, Targets, Trackers, Weight, as_sections
 from litchi.config.reading import dump_settings
 from litchi.config.serve import Serve
 from litchi.config.train import Eval, Optim, Stage, Train
@@ -26,7 +26,10 @@ Task = Literal["chat", "rerank"]
 
 LOSSES = {"chat": ("ce",), "rerank": ("bce", "group_softmax", "pairwise", "listwise_lambda")}  # the first: by default
 METRICS = {  # @k stands for a cut such as @10
-    "chat": ("exact_match", "bleu", "chrf", "rouge_l"),
+    "chat": (
+        *("exact_match", "bleu", "chrf", "rouge_l", "anls", "token_f1", "cider", "json_valid", "json_schema"),
+        *("json_exact", "json_accuracy", "json_precision", "json_recall", "json_f1"),
+    ),
     "rerank": ("mrr", "mrr@k", "ndcg", "ndcg@k", "map", "map@k", "recall@k", "hit@k", "precision@k"),
 }
 
@@ -58,14 +61,17 @@ class Model(Section):
     """The model to start from; `builtin:tiny` is the small base that comes with the package. Required."""
     adapter: str | None = None
     """Adapter folder to go on from."""
+    new_tokens: Names = ()
+    """Words to add to the vocabulary. Their rows of the embedding train, and of a head of its own, whatever the parts
+    do; the model grows where it has no row to spare."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What weights are held in; `auto`: by the machine and by what is trained."""
     attention: Literal["auto", "sdpa", "varlen", "flash"] = "auto"
     """What computes attention. `varlen` (torch's flash attention over pieces of any length) and `flash` (that of the
     package flash-attn) need a GPU and half precision, `sdpa` goes piece by piece; `auto`: `varlen` where it can."""
     quantize: Literal["none", "int8", "nf4"] = "none"
-    """What the linears of the language layers are held in, frozen or under LoRA: `nf4`, 4 bits with scales in 8 bits
-    (QLoRA); needs `pip install 'litchi[quant]'`."""
+    """What the linears of the language layers are held in, frozen or under LoRA: `int8`, 8 bits with a scale per row;
+    `nf4`, 4 bits with scales in 8 bits (QLoRA), which needs `pip install 'litchi[quant]'`."""
     placement: Literal["one", "spread"] = "one"
     """`spread`: one process lays the layers over all GPUs it sees, one at work at a time. For measuring a model that
     fits no single GPU, and for a quick look; to train on several GPUs start a rank for each."""
@@ -94,7 +100,7 @@ class Lora(Section):
     targets: Targets = None
     """Linear layers that get additions; `all`: every one of the part."""
     variant: Literal["lora", "rslora", "dora"] = "lora"
-    """Plain, scaled by the square root of the rank, or with magnitudes apart from directions."""
+    """Plain, scaled by the square root of the rank, or with magnitudes apart from directions (`dora`)."""
 
 
 USUAL_MODES = {"vision": "frozen", "merger": "frozen", "language": "lora", "head": "frozen"}
@@ -219,7 +225,7 @@ SAME_NUMBERS = (
     *("train.log_every", "train.eval_every", "train.save_every", "train.save", "train.keep", "train.best"),
     *("train.early_stop", "train.hang_s", "train.restarts", "train.export", "train.micro_batch_tokens"),
     *("train.offload", "train.rehearse", "train.checkpoint_activations", "train.compile", "train.features"),
-    *("train.deterministic", "model.placement", "serve"),
+    *("train.forecast", "train.deterministic", "model.placement", "serve", "data.video.cache_mb"),
 )
 
 

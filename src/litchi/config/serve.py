@@ -20,7 +20,8 @@ class Serve(Section):
     queue: Positive = 64
     """Requests at work or waiting, per engine; further ones are refused with 503."""
     queue_s: Seconds = 10.0
-    """Seconds of work that may wait, per engine, by what documents took lately; further requests are refused."""
+    """Seconds of work that may wait, per engine, by what is in the requests and what such took lately; further ones are
+    refused with 503."""
     rate: Annotated[float, Gt(0)] | None = None
     """Requests a second of one API key (without keys: of one address); further ones are refused with 429."""
     concurrency: Positive | None = None

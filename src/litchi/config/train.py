@@ -15,7 +15,7 @@ class Optim(Section):
     """The optimizer and its rate."""
 
     name: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
-    """`adamw`, the same with its state in 8 bits, or plain `sgd`."""
+    """`adamw`; `adamw8bit`, the same with its averages in 8 bits (a scale for 256 numbers of a row); plain `sgd`."""
     lr: Annotated[float, Ge(0)] = 1e-4
     """Learning rate after the warm-up; 0 changes nothing, as a control."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -86,6 +86,10 @@ class Train(Section):
     standard deviations (both from medians); null: never."""
     rollbacks: Positive = 3
     """Times a run goes back; then it stops."""
+    forecast: bool | None = None
+    """Say before the first step what memory a rank is to take, and on a GPU that `litchi plan` knows how long a step,
+    and after the last what came of it; also lets `parallel: auto` and `micro_batch_tokens: auto` take the planner's
+    answer there. null: on GPUs; on a CPU it takes some seconds."""
     rehearse: bool = True
     """Take the largest micro-batch of the run forwards and backwards once before the first step, without an update:
     what does not fit the memory fails at once."""
@@ -110,14 +114,20 @@ class Eval(Section):
     """What is measured, in training and by `litchi evaluate`."""
 
     metrics: Names | None = None
-    """Metrics to print; null: the usual ones of the task. Chat: `exact_match`, `bleu`, `chrf`, `rouge_l`; rerank:
-    `mrr`, `ndcg`, `map`, each also with a cut as in `mrr@10`, and `recall@k`, `hit@k`, `precision@k`."""
+    """Metrics to print; null: the usual ones of the task. Chat: `exact_match`, `bleu`, `chrf`, `rouge_l`, and by name
+    `anls`, `token_f1`, `cider`, and for answers in JSON `json_valid`, `json_schema`, `json_exact`, `json_accuracy`,
+    `json_precision`, `json_recall`, `json_f1`; rerank: `mrr`, `ndcg`, `map`, each also with a cut as in `mrr@10`, and
+    `recall@k`, `hit@k`, `precision@k`."""
     max_rows: Positive | None = None
     """Rows of each file, from its start; null: all."""
     max_new_tokens: Positive = 64
     """Tokens of a generated answer at most (chat)."""
     slices: Names = ()
     """Fields of the rows by whose values the metrics are also given."""
+    json_schema: str | None = None
+    """File with the JSON schema that answers are held against, for the metrics `json_...`."""
+    json_tolerance: Annotated[float, Ge(0)] = 0.0
+    """How far a number in a JSON answer may be off, as a share of the reference's."""
 
 
 class Stage(Section):

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from litchi.data.media import media_paths
-from litchi.types import ChatSample, Content, Media, RerankSample, Sample
+from litchi.types import Box, ChatSample, Content, Media, RerankSample, Sample
 
 CHUNK_BYTES = 2**20
 
@@ -34,7 +34,7 @@ def plain_text(text: str) -> str:
 
 def media_key(media: Media) -> int:
     """A number for the bytes of a picture or video, and what part of it is meant. Without a file: for its name."""
-    if media.kind == "image":
+    if not media.cut:
         return _bytes_key(media.data) if media.data is not None else _file_key(media.path or "")
     own = [_bytes_key(media.data)] if media.data is not None else [_file_key(p) for p in media_paths(media)]
     return key_of(*own, media.cut)
@@ -73,9 +73,13 @@ def turn_keys(sample: ChatSample, *, plain: bool = False) -> list[int]:
     """A number for each turn: role, texts and pictures in their order."""
     read = plain_text if plain else str
     return [
-        key_of(turn.role, *(read(p) if isinstance(p, str) else media_key(p) for p in turn.parts))
+        key_of(turn.role, *(read(p) if isinstance(p, str) else _part_key(p) for p in turn.parts))
         for turn in sample.turns
     ]
+
+
+def _part_key(part: Media | Box) -> int:
+    return key_of("box", media_key(part.media), *part.at) if isinstance(part, Box) else media_key(part)
 
 
 def query_key(sample: Sample, *, plain: bool = True) -> int:

@@ -70,13 +70,13 @@ class Entry(NamedTuple):
 
 
 def stamp_of(media: Media) -> bytes:
-    """What tells that a file is unchanged: path, size and time of change, of a video also which frames are meant.
+    """What tells that a file is unchanged: path, size and time of change, and which part of it is meant.
     NO_STAMP for bytes, and where none is."""
     stamps = [(path, *file_stamp(path)) for path in media_paths(media)]
     if not stamps or any(size < 0 for _, size, _ in stamps):
         return NO_STAMP
     text = "\0".join(f"{path}\0{size}\0{changed}" for path, size, changed in stamps)
-    text += f"\0{media.cut}" if media.kind == "video" else ""
+    text += f"\0{media.cut}" if media.cut else ""
     return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).digest()
 
 
@@ -122,13 +122,14 @@ class FeatureStore:
     def name_bytes(self, media: Media, grid: Grid) -> tuple[PictureName, bytes | None]:
         """The same, and the bytes where they had to be read."""
         if media.path is None and media.kind == "image":
-            return PictureName(NO_STAMP, bytes.fromhex(media.key.removeprefix("sha256:")), grid), media.data
+            digest = bytes.fromhex(media.key.partition("sha256:")[2][:64])
+            return PictureName(NO_STAMP, _of_part(digest, media), grid), media.data
         stamp = stamp_of(media)
         content = self.contents.get(stamp)
         if content is not None:
             return PictureName(stamp, content, grid), None
         data = read_bytes(media) if media.kind == "image" else None
-        content = hash_media(media) if data is None else hashlib.sha256(data).digest()
+        content = hash_media(media) if data is None else _of_part(hashlib.sha256(data).digest(), media)
         if stamp != NO_STAMP and stamp == stamp_of(media):  # not written to meanwhile
             self.contents[stamp] = content
         return PictureName(stamp, content, grid), data
@@ -279,6 +280,10 @@ class FeatureStore:
         for file in (*self.opened.values(), *(self.output or ())[:2]):
             os.close(file)
         self.opened, self.output = {}, None
+
+
+def _of_part(content: bytes, media: Media) -> bytes:
+    return hashlib.sha256(content + media.cut.encode()).digest() if media.cut else content
 
 
 def _keys(name: PictureName) -> Iterator[bytes]:

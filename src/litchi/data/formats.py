@@ -11,8 +11,10 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from litchi.data.boxes import has_boxes, mark_boxes
+from litchi.data.detail import list_media
 from litchi.data.values import RowError
-from litchi.types import ChatSample, Content, Media, RerankSample, Sample, Turn
+from litchi.types import Box, ChatSample, Content, Media, RerankSample, Sample, Turn
 
 MARKS = ("<image>", "<video>")
 MEDIA_NAMES = ("image", "images", "video", "videos", "image_url")
@@ -58,7 +60,7 @@ def _map_refs(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, list):
         return [_map_refs(item, change) for item in value]
     if isinstance(value, dict):  # image_url: {"url": ...}, video: {"video": ..., "start": ...}
-        return {k: _map_refs(v, change) if k in ("url", "video") else v for k, v in value.items()}
+        return {k: _map_refs(v, change) if k in ("url", "video", "image") else v for k, v in value.items()}
     return change(value) if isinstance(value, str) else value
 
 
@@ -89,7 +91,8 @@ def own_id(sample: Sample) -> str | None:
 def write_litchi(sample: Sample, refer: Refer, lost: set[str]) -> list[Record]:
     """A sample as a row again."""
     if isinstance(sample, ChatSample):
-        row: Record = {"messages": [_message(turn, refer) for turn in sample.turns]}
+        turns, boxes = mark_boxes(sample.turns)
+        row: Record = {"messages": [_message(turn, refer) for turn in turns]} | given(boxes=boxes)
     else:
         documents = [content_value(d.content, refer, id=_document_id(d.id, i)) for i, d in enumerate(sample.documents)]
         row = given(query=content_value(sample.query, refer), instruction=sample.instruction)
@@ -103,7 +106,13 @@ def write_litchi(sample: Sample, refer: Refer, lost: set[str]) -> list[Record]:
 
 
 def _message(turn: Turn, refer: Refer) -> Record:
-    parts = [part_value(part, refer) for part in turn.parts]
+    parts: list[Record] = []
+    for part in turn.parts:
+        if isinstance(part, Media) and part.region:
+            parts[-1].setdefault("regions", []).append(list(part.region))
+        else:
+            assert not isinstance(part, Box), "boxes are marks by now"
+            parts.append(part_value(part, refer))
     plain = all(isinstance(part, str) for part in turn.parts)
     marked = turn.role == "user" and any(mark in str(part) for part in turn.parts for mark in MARKS)
     content = "".join(map(str, turn.parts)) if plain and not marked else parts
@@ -131,12 +140,31 @@ def content_value(content: Content, refer: Refer, *, id: str | None = None, plai
     """A query or document: its text alone where that is all (and `plain`), else an object."""
     if plain and id is None and not content.media:
         return content.text
-    images = [refer(m) for m in content.media if m.kind == "image"]
+    images = _pictures(content.media, refer)
     out: Record = given(id=id, text=content.text or None, image=images[0] if len(images) == 1 else images)
     for media in content.media:
         if media.kind == "video":
             out |= {"video": media_value(media, refer)} | times(media)
     return out
+
+
+def _pictures(media: Iterable[Media], refer: Refer) -> list[Any]:
+    out: list[Any] = []
+    for one in media:
+        if one.region is not None:
+            out[-1] = out[-1] if isinstance(out[-1], dict) else {"image": out[-1], "regions": []}
+            out[-1]["regions"].append(list(one.region))
+        elif one.kind == "image":
+            out.append(refer(one))
+    return out
+
+
+def refuse_places(sample: Sample) -> None:
+    """Raises UnfitError where a row has boxes or regions of pictures, which no other format holds."""
+    if has_boxes(sample):
+        raise UnfitError("it has boxes")
+    if any(media.region for media in list_media(sample)):
+        raise UnfitError("it has regions of pictures")
 
 
 def _document_id(name: str, place: int) -> str | None:
@@ -181,9 +209,9 @@ def _marked(sample: ChatSample, refer: Refer, lost: set[str]) -> tuple[list[tupl
             if isinstance(part, Media):
                 found[part.kind].append(media_value(part, refer))
                 lost |= {"times of videos"} if times(part) else set()
-            elif any(mark in part for mark in MARKS):
+            elif any(mark in str(part) for mark in MARKS):
                 raise UnfitError(f"a {turn.role} turn has the text <image> or <video>, which would be a mark there")
-        turns.append((turn, "".join(p if isinstance(p, str) else f"<{p.kind}>" for p in turn.parts)))
+        turns.append((turn, "".join(f"<{p.kind}>" if isinstance(p, Media) else str(p) for p in turn.parts)))
     return turns, found["image"], found["video"]
 
 

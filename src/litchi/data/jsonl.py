@@ -12,20 +12,23 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
+from litchi.data.boxes import join_texts, place_boxes
 from litchi.data.values import (
     CUT_KEYS,
     Row,
     RowError,
+    add_regions,
     load_object,
     read_id,
     read_media,
     read_media_list,
+    read_pictures,
     read_text,
     show,
 )
@@ -34,13 +37,13 @@ from litchi.types import ChatSample, Content, Document, Finding, Media, Part, Re
 
 NOT_READ_YET = (".gz", ".zst", ".parquet", ".tar")
 ROLES = ("system", "user", "assistant")
-CHAT_KEYS = frozenset({"id", "messages", "images", "videos"})
+CHAT_KEYS = frozenset({"id", "messages", "images", "videos", "boxes"})
 RERANK_KEYS = frozenset({"id", "query", "pos_doc", "neg_docs", "documents", "labels", "instruction"})
 CONTENT_KEYS = frozenset({"text", "image", "video"})
 PART_KEYS = {
     "text": frozenset({"type", "text"}),
-    "image": frozenset({"type", "image"}),
-    "image_url": frozenset({"type", "image_url"}),
+    "image": frozenset({"type", "image", "regions"}),
+    "image_url": frozenset({"type", "image_url", "regions"}),
     "video": frozenset({"type", "video"}) | CUT_KEYS,
 }
 
@@ -169,6 +172,8 @@ def _chat(fields: Mapping[str, Any], row: Row) -> ChatSample:
         _check_marks(kind, _count_marks(messages, kind), len(pool))
     supply = {kind: iter(pool) for kind, pool in pools.items()}
     turns = [_turn(message, i, supply, row) for i, message in enumerate(messages)]
+    if fields.get("boxes") is not None:
+        turns = place_boxes(turns, fields["boxes"])
     turns = _learnable(turns, row) if row.strict else _answerable(turns)
     return ChatSample(row.source, _row_id(fields, row), tuple(turns), _other(fields, CHAT_KEYS))
 
@@ -208,9 +213,10 @@ def _turn(message: Any, i: int, supply: Mapping[str, Iterator[Media]], row: Row)
 
 def _parts(content: Any, name: str, role: str, supply: Mapping[str, Iterator[Media]], row: Row) -> tuple[Part, ...]:
     if isinstance(content, str):
-        return _joined(_fill(content, supply) if role == "user" else [content])
+        return join_texts(_fill(content, supply) if role == "user" else [content])
     if isinstance(content, list):
-        return _joined(_part(part, f"{name}[{i}]", row) for i, part in enumerate(content) if not _is_padding(part))
+        read = (_part(part, f"{name}[{i}]", row) for i, part in enumerate(content) if not _is_padding(part))
+        return join_texts(one for parts in read for one in parts)
     code = "null_content" if content is None else "wrong_type"
     raise RowError(code, f"{name} is {show(content)}: text or a list of parts is needed")
 
@@ -221,23 +227,12 @@ def _fill(text: str, supply: Mapping[str, Iterator[Media]]) -> Iterator[Part]:
         yield next(supply[piece]) if i % 2 else piece
 
 
-def _joined(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """Join neighbouring texts and drop empty ones, so that both forms of a message give the same turn."""
-    out: list[Part] = []
-    for part in parts:
-        if isinstance(part, str) and out and isinstance(out[-1], str):
-            out[-1] += part
-        elif part != "":
-            out.append(part)
-    return tuple(out)
-
-
 def _is_padding(part: Any) -> bool:
     """Tell whether a column store padded the list here: null, or an object of nulls."""
     return part is None or (isinstance(part, dict) and bool(part) and all(value is None for value in part.values()))
 
 
-def _part(part: Any, name: str, row: Row) -> Part:
+def _part(part: Any, name: str, row: Row) -> Sequence[Part]:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str) or kind not in PART_KEYS:
         raise RowError("wrong_part", f"{name} is {show(part)}: an object of type {', '.join(PART_KEYS)} is needed")
@@ -247,10 +242,13 @@ def _part(part: Any, name: str, row: Row) -> Part:
     row.warn_unread(part, PART_KEYS[kind] | PART_KEYS.keys(), name)
     value = part.get(kind)
     if kind == "text":
-        return read_text(value, f"{name}.text")
+        return [read_text(value, f"{name}.text")]
+    if kind == "video":
+        return [read_media(value, kind, f"{name}.{kind}", row, cut=part)]
     if kind == "image_url":
-        return read_media(value.get("url") if isinstance(value, dict) else value, "image", f"{name}.image_url.url", row)
-    return read_media(value, kind, f"{name}.{kind}", row, cut=part if kind == "video" else None)
+        value, kind = value.get("url") if isinstance(value, dict) else value, "image_url.url"
+    name = f"{name}.{kind}"
+    return add_regions(read_media(value, "image", name, row), part.get("regions"), name)
 
 
 def _learnable(turns: list[Turn], row: Row) -> list[Turn]:
@@ -336,7 +334,7 @@ def _content(value: Any, name: str, empty: str, row: Row) -> Content:
         read = CONTENT_KEYS | {"id"} | (CUT_KEYS if value.get("video") is not None else frozenset())
         row.warn_unread(value, read, name)
         text = "" if value.get("text") is None else read_text(value["text"], f"{name}.text")
-        media = read_media_list(value.get("image"), "image", f"{name}.image", row)
+        media = read_pictures(value.get("image"), f"{name}.image", row)
         if value.get("video") is not None:
             media.append(read_media(value["video"], "video", f"{name}.video", row, cut=value))
         content = Content(text, tuple(media))

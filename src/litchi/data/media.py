@@ -56,8 +56,9 @@ class MediaError(DataError):
     """A picture that cannot be used.
 
     `code` is one of `media_missing` (the file cannot be opened), `unreadable_media`, `media_too_large`,
-    `extreme_aspect`, `video_unsupported`, and for videos `empty_video`, `truncated_video`, `no_video_stream`,
-    `decoder_hung`, `decoder_died`; `reason` says why without naming the picture, `name` is the picture.
+    `extreme_aspect`, `region_outside`, `video_unsupported`, and for videos `empty_video`, `truncated_video`,
+    `no_video_stream`, `decoder_hung`, `decoder_died`; `reason` says why without naming the picture, `name` is the
+    picture.
     """
 
     def __init__(self, code: str, reason: str, *, name: str = "picture"):
@@ -96,7 +97,11 @@ class _Picture:
 def read_header(media: Media) -> Header:
     """Read size and frames without decoding pixels. Raises MediaError."""
     with _opened(media, whole=False) as picture:
-        return picture.header
+        if media.region is None:
+            return picture.header
+        x0, y0, x1, y1 = _inside(media.region, picture.header)
+        check_size(y1 - y0, x1 - x0)
+        return Header(x1 - x0, y1 - y0, 1)
 
 
 def decode_image(media: Media, *, window: tuple[float, float] | None = None, data: bytes | None = None) -> np.ndarray:
@@ -112,7 +117,15 @@ def decode_image(media: Media, *, window: tuple[float, float] | None = None, dat
     with _opened(media, whole=True, data=data) as picture:
         picture.image.load()
         rgb = to_rgb(picture.image, window)
-        return np.array(rgb if picture.turn is None else rgb.transpose(picture.turn))
+        upright = rgb if picture.turn is None else rgb.transpose(picture.turn)
+        return np.array(upright if media.region is None else upright.crop(_inside(media.region, picture.header)))
+
+
+def _inside(region: tuple[int, int, int, int], header: Header) -> tuple[int, int, int, int]:
+    if region[2] > header.width or region[3] > header.height:
+        found = f"the region {list(region)} reaches out of its {header.width} x {header.height} pixels"
+        raise MediaError("region_outside", found)
+    return region
 
 
 def read_bytes(media: Media) -> bytes:
@@ -373,28 +386,33 @@ def fit_size(height: int, width: int, *, factor: int, min_pixels: int, max_pixel
     return h, w
 
 
-def grid_of(header: Header, spec: VisionSpec) -> tuple[int, int, int]:
-    """Return the grid (1, rows, columns), in patches, of a picture with this header."""
-    h, w = _fitted(header.height, header.width, spec)
+def grid_of(header: Header, spec: VisionSpec, pixels: int | None = None) -> tuple[int, int, int]:
+    """Return the grid (1, rows, columns), in patches, of a picture with this header; `pixels` as in `Media`."""
+    h, w = _fitted(header.height, header.width, spec, pixels)
     return 1, h // spec.patch, w // spec.patch
 
 
-def _fitted(height: int, width: int, spec: VisionSpec) -> tuple[int, int]:
-    return fit_size(height, width, factor=spec.factor, min_pixels=spec.min_pixels, max_pixels=spec.max_pixels)
+def _fitted(height: int, width: int, spec: VisionSpec, pixels: int | None) -> tuple[int, int]:
+    high = spec.max_pixels if pixels is None else min(pixels, spec.max_pixels)
+    low = min(spec.min_pixels, high)
+    return fit_size(height, width, factor=spec.factor, min_pixels=low, max_pixels=high)
 
 
-def picture_patches(rgb: np.ndarray, *, spec: VisionSpec) -> tuple[np.ndarray, tuple[int, int, int]]:
+def picture_patches(
+    rgb: np.ndarray, *, spec: VisionSpec, pixels: int | None = None
+) -> tuple[np.ndarray, tuple[int, int, int]]:
     """Resize a picture to the budget of `spec` and cut it into patches.
 
     Args:
         rgb: uint8 [H, W, 3], as `decode_image` returns it.
+        pixels: as in `Media`.
 
     Returns: uint8 [P, 3 * patch * patch], channel first within a patch, patches of one token together (rows of
     tokens, columns of tokens, rows and columns within a token), and the grid (1, rows, columns).
     The model's input is ((x / 255 - mean) / std), repeated for the frames of a temporal patch.
     """
-    pixels = resize_picture(rgb, _fitted(rgb.shape[0], rgb.shape[1], spec))
-    return cut_patches(pixels, spec), (1, pixels.shape[1] // spec.patch, pixels.shape[2] // spec.patch)
+    resized = resize_picture(rgb, _fitted(rgb.shape[0], rgb.shape[1], spec, pixels))
+    return cut_patches(resized, spec), (1, resized.shape[1] // spec.patch, resized.shape[2] // spec.patch)
 
 
 def cut_patches(pixels: np.ndarray, spec: VisionSpec) -> np.ndarray:

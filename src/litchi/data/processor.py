@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -23,6 +23,11 @@ IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 END_OF_TURN = "<|im_end|>"
 END_OF_TEXT = "<|endoftext|>"
+# added tokens of the family that are not marked as special, and are no words all the same
+MARKS = (
+    *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
+    *("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
+)
 
 
 @dataclass(frozen=True)
@@ -45,11 +50,43 @@ class Processor:
         return {t["content"]: t["id"] for t in json.loads(self.tokenizer_json)["added_tokens"]}
 
     @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Ids of all tokens, by their letters as the file writes them."""
+        return json.loads(self.tokenizer_json)["model"]["vocab"] | self.controls
+
+    @cached_property
     def _plain(self) -> Tokenizer:
-        """A tokenizer that knows no control tokens, so that letters typed by a user stay letters."""
+        """A tokenizer that knows no control tokens, so that letters typed by a user stay letters; words that somebody
+        has added to the vocabulary it knows."""
         spec = json.loads(self.tokenizer_json)
-        spec["added_tokens"] = []
+        spec["added_tokens"] = [t for t in spec["added_tokens"] if t["content"] in self.words]
         return Tokenizer.from_str(json.dumps(spec))
+
+    @cached_property
+    def words(self) -> dict[str, int]:
+        """The added tokens that are words, with their ids."""
+        added = json.loads(self.tokenizer_json)["added_tokens"]
+        return {t["content"]: t["id"] for t in added if not t["special"] and t["content"] not in MARKS}
+
+    @cached_property
+    def _moved(self) -> dict[int | None, int]:
+        """Ids that `_plain` gives to words, as if no control token stood before them -> their own."""
+        return {self._plain.token_to_id(word): number for word, number in self.words.items()}
+
+    def spell(self, word: str) -> list[int]:
+        """Ids of the pieces of a word, as if it had not been added."""
+        spec = json.loads(self.tokenizer_json)
+        return Tokenizer.from_str(json.dumps({**spec, "added_tokens": []})).encode(word, add_special_tokens=False).ids
+
+    def with_words(self, words: Iterable[str]) -> Processor:
+        """The same processor with words added to the vocabulary, each behind the last token; those it has stay."""
+        new = [word for word in dict.fromkeys(words) if word not in self.numbers]
+        if not new:
+            return self
+        spec, first = json.loads(self.tokenizer_json), max(self.numbers.values()) + 1
+        plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+        spec["added_tokens"] += [{"id": first + n, "content": word, **plain} for n, word in enumerate(new)]
+        return replace(self, tokenizer_json=json.dumps(spec, ensure_ascii=False))
 
     @cached_property
     def _full(self) -> Tokenizer:
@@ -69,7 +106,13 @@ class Processor:
     @cached_property
     def _encode_run(self) -> Callable[[str], tuple[int, ...]]:
         """The documents of a group share most of their prompt, so a run of text is encoded once."""
-        return lru_cache(maxsize=65_536)(lambda text: tuple(self._plain.encode(text, add_special_tokens=False).ids))
+        moved, plain = self._moved, self._plain
+
+        def encode(text: str) -> tuple[int, ...]:
+            ids = plain.encode(text, add_special_tokens=False).ids
+            return tuple(moved.get(number, number) for number in ids) if moved else tuple(ids)
+
+        return lru_cache(maxsize=65_536)(encode)
 
     def forget(self) -> None:
         """Drop the texts that were encoded: a server keeps no user's words, and they would add up."""

@@ -11,15 +11,32 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from litchi.data.boxes import say_boxes
+from litchi.data.detail import Budget
 from litchi.data.jsonl import RowError, parse_sample
 from litchi.data.processor import END_OF_TURN, IMAGE_PAD, VIDEO_PAD, VISION_END, VISION_START, Processor
 from litchi.data.segments import Cutting
 from litchi.data.templates import RerankTemplate
-from litchi.types import IGNORE, ChatSample, Content, Example, Finding, Media, PlacedMedia, RerankSample, Sample, Source
+from litchi.types import (
+    IGNORE,
+    ChatSample,
+    Content,
+    Example,
+    Finding,
+    Media,
+    PlacedMedia,
+    RerankSample,
+    Sample,
+    Source,
+    VisionSpec,
+)
+
+if TYPE_CHECKING:
+    from litchi.data.frame_cache import FrameCache  # which needs torch
 
 Grid = tuple[int, int, int]
 GridOf = Callable[[Media], Grid | tuple[int, int, int, float]]  # of a video with the seconds of a frame of its grid
@@ -41,6 +58,9 @@ class Renderer:
         media_root: what relative paths are relative to.
         window: grey levels (low, high) of 16-bit pictures; None divides by 257.
         cutting: of long videos into rows of their own, which a scan does; None: they stay whole.
+        frames: where decoded frames are kept; None: nowhere.
+        budget: of pixels by detail, which a scan and a server share out.
+        stages: how pictures are cut in other stages of a run: what a row with boxes takes then is scanned too.
     """
 
     task: Literal["chat", "rerank"]
@@ -50,6 +70,9 @@ class Renderer:
     media_root: str = "."
     window: tuple[int, int] | None = None
     cutting: Cutting | None = None
+    frames: FrameCache | None = None
+    budget: Budget | None = None
+    stages: tuple[VisionSpec, ...] = ()
 
     def parse(self, raw: bytes, source: Source, *, require_labels: bool = True) -> tuple[Sample, list[Finding]]:
         """Parse one line of a file. Raises RowError."""
@@ -60,16 +83,21 @@ class Renderer:
     def render(self, sample: Sample, grid_of: GridOf, documents: Sequence[int] | None = None) -> Example:
         """Render a sample for training or scoring; `documents` picks some of a group's documents, in that order."""
         if isinstance(sample, ChatSample):
-            return _render_chat(sample, self.processor, grid_of)
+            return _render_chat(self.said(sample, grid_of), self.processor, grid_of)
         if self.template is None:
             raise ValueError("a rerank sample needs a template")
         return _render_rerank(sample, self, grid_of, documents)
 
     def render_prompt(self, sample: ChatSample, grid_of: GridOf) -> tuple[Example, str]:
         """The prompt of a chat sample's last answer, and that answer as text."""
+        sample = self.said(sample, grid_of)
         *before, last = sample.turns
         stream = _chat_stream(ChatSample(sample.source, sample.id, tuple(before)), self.processor, prompt=True)
         return _one_span(sample, stream, self.processor, grid_of), "".join(p for p in last.parts if isinstance(p, str))
+
+    def said(self, sample: ChatSample, grid_of: GridOf) -> ChatSample:
+        """The sample with its boxes as text, in pixels of the pictures as they are shown."""
+        return say_boxes(sample, self.processor.vision.patch, grid_of)
 
 
 class _Stream:
@@ -152,7 +180,7 @@ def _chat_stream(sample: ChatSample, processor: Processor, *, prompt: bool = Fal
         raise RowError("no_chat_template", "the model folder has no chat template (chat_template.jinja)")
     # an empty turn holds an empty text, so that the end of an empty answer is found and learnt
     turns = [(t, t.parts or ("",)) for t in sample.turns]
-    shape = tuple((t.role, tuple("text" if isinstance(p, str) else p.kind for p in parts)) for t, parts in turns)
+    shape = tuple((t.role, tuple(p.kind if isinstance(p, Media) else "text" for p in parts)) for t, parts in turns)
     texts = [(p, t.role == "assistant", t.train) for t, parts in turns for p in parts if isinstance(p, str)]
     media = iter([p for _, parts in turns for p in parts if isinstance(p, Media)])
     out = _Stream(processor)

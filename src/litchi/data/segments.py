@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
+from litchi.data.boxes import has_boxes
 from litchi.data.scenes import find_scenes
 from litchi.data.values import RowError, show
 from litchi.data.video import video_times
@@ -106,6 +107,8 @@ def split_sample(sample: ChatSample, cutting: Cutting) -> list[tuple[Segment, Ch
         return []
     if len(videos) > 1:
         raise RowError("several_videos", f"{len(videos)} videos: data.video.segment_s cuts rows with one")
+    if has_boxes(sample):
+        raise RowError("boxes", "it has boxes: data.video.segment_s cuts rows without")
     segments = find_segments(videos[0], cutting)
     if len(segments) > 1:
         for number, turn in enumerate(sample.turns):

@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from litchi.errors import DataError
@@ -132,6 +132,36 @@ def read_media_list(value: Any, kind: str, name: str, row: Row) -> list[Media]:
     if not isinstance(value, list):
         raise RowError("wrong_type", f"{name} is {show(value)}: a path or a list of paths is needed")
     return [read_media(item, kind, f"{name}[{i}]", row) for i, item in enumerate(value)]
+
+
+def read_pictures(value: Any, name: str, row: Row) -> list[Media]:
+    """Read null, one picture or a list of them; of an object {"image", "regions"} also its regions. Raises RowError."""
+    if isinstance(value, list):
+        return [one for i, item in enumerate(value) for one in _read_picture(item, f"{name}[{i}]", row)]
+    return [] if value is None else _read_picture(value, name, row)
+
+
+def _read_picture(value: Any, name: str, row: Row) -> list[Media]:
+    if not isinstance(value, dict):
+        return [read_media(value, "image", name, row)]
+    row.warn_unread(value, frozenset({"image", "regions"}), name)
+    return add_regions(read_media(value.get("image"), "image", name, row), value.get("regions"), name)
+
+
+def add_regions(whole: Media, regions: Any, name: str) -> list[Media]:
+    """A picture, and behind it regions of it, which are shown beside it. Raises RowError."""
+    if not isinstance(regions, list | None):
+        raise RowError("wrong_region", f"regions of {name} is {show(regions)}: a list of [x0, y0, x1, y1] is needed")
+    found = [_read_region(one, f"{name}: regions[{i}]") for i, one in enumerate(regions or ())]
+    return [whole, *(replace(whole, region=region) for region in found)]
+
+
+def _read_region(value: Any, name: str) -> tuple[int, int, int, int]:
+    if isinstance(value, list) and len(value) == 4 and all(type(x) is int and x >= 0 for x in value):
+        x0, y0, x1, y1 = value
+        if x0 < x1 and y0 < y1:
+            return x0, y0, x1, y1
+    raise RowError("wrong_region", f"{name} is {show(value)}: whole numbers x0 < x1, y0 < y1 are needed")
 
 
 def read_media(value: Any, kind: Any, name: str, row: Row, cut: Mapping[str, Any] | None = None) -> Media:

@@ -18,16 +18,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import PIL
 
+from litchi.data.detail import RULE, Detail, measure_detail, measure_frames
 from litchi.data.media import RULES, Header, MediaError, decode_image, file_stamp, media_paths, read_header
 from litchi.data.orphans import end_with_parent
-from litchi.data.video import check_video, read_video_header
+from litchi.data.video import check_video, read_video_header, sample_frames
 from litchi.errors import MachineError
 from litchi.types import Media
 
@@ -41,22 +42,25 @@ PASSING = {"decoder_hung", "decoder_died"}  # which may be another matter the ne
 Window = tuple[float, float] | None
 Stamp = tuple[int, int]  # bytes, time of change in ns
 
-_CREATE = """CREATE TABLE IF NOT EXISTS looks (
+_CREATE = """CREATE TABLE IF NOT EXISTS seen (
     key TEXT, rules TEXT, bytes INTEGER, changed_ns INTEGER, decoded INTEGER, width INTEGER, height INTEGER,
-    frames INTEGER, code TEXT, reason TEXT, seconds REAL, note TEXT, PRIMARY KEY (key, rules))"""
-_SELECT = """SELECT key, bytes, changed_ns, decoded, width, height, frames, code, reason, seconds, note
-    FROM looks WHERE key IN (SELECT value FROM json_each(?)) AND rules = ?"""
+    frames INTEGER, code TEXT, reason TEXT, seconds REAL, note TEXT, detail TEXT, PRIMARY KEY (key, rules))"""
+_SELECT = """SELECT key, bytes, changed_ns, decoded, width, height, frames, code, reason, seconds, note, detail
+    FROM seen WHERE key IN (SELECT value FROM json_each(?)) AND rules = ?"""
 # A process that read headers only does not undo the decoding of another.
-_INSERT = """INSERT INTO looks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (key, rules) DO UPDATE SET
+_INSERT = """INSERT INTO seen VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (key, rules) DO UPDATE SET
     bytes = excluded.bytes, changed_ns = excluded.changed_ns, decoded = excluded.decoded, width = excluded.width,
     height = excluded.height, frames = excluded.frames, code = excluded.code, reason = excluded.reason,
-    seconds = excluded.seconds, note = excluded.note
+    seconds = excluded.seconds, note = excluded.note, detail = excluded.detail
     WHERE excluded.decoded >= decoded OR excluded.bytes <> bytes OR excluded.changed_ns <> changed_ns"""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a look at a picture found: its header, or (`code` not None) why it cannot be used, as in `MediaError`."""
+    """What a look at a picture found: its header, or (`code` not None) why it cannot be used, as in `MediaError`.
+
+    `detail` as in `data/detail.py`, where it was asked for; of a region there is none.
+    """
 
     width: int = 0
     height: int = 0
@@ -65,6 +69,7 @@ class Verdict:
     reason: str | None = None
     seconds: float = 0.0
     note: str = ""
+    detail: Detail = ()
 
     @property
     def header(self) -> Header:
@@ -85,6 +90,7 @@ def check_media(
     workers: int = 0,
     cache: Path | None = None,
     window: Window = None,
+    detail: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Verdict]:
     """Give a verdict on every picture, looking only at those that are new or changed.
@@ -95,6 +101,8 @@ def check_media(
         workers: processes to decode in; 0 or 1: this one.
         cache: the file verdicts are kept in (made when missing; see `cache_root`), None: remember nothing.
         window: as in `decode_image`; each window has verdicts of its own, since it decides what is readable.
+        detail: also measure what is lost of each when it is made smaller, for which pictures and a few frames of
+            videos are decoded.
         progress: called with (looked at or remembered, total).
 
     Returns: verdicts by `Media.key`, in the order in which the keys came. Raises MachineError when a worker dies.
@@ -103,11 +111,12 @@ def check_media(
     stamps = {key: stamp for key, one in distinct.items() if (stamp := _stamp(one)) is not None}
     libraries = f"pillow {PIL.__version__}, av {version('av')}"
     rules = f"{RULES}, {libraries}, window {window}"  # what verdicts depend on beside the file
+    rules += f", detail {RULE}" if detail else ""
     found = {} if cache is None else _recall(cache, stamps, rules, decode)
     report = progress or (lambda done, total: None)
     report(len(found), len(distinct))
     unseen = [one for key, one in distinct.items() if key not in found]
-    for fresh in _look_at(unseen, partial(_look, decode=decode, window=window), workers):
+    for fresh in _look_at(unseen, partial(_look, decode=decode, window=window, detail=detail), workers):
         if cache is not None:
             _remember(cache, fresh, stamps, rules, decode)
         found |= fresh
@@ -128,20 +137,24 @@ def _stamp(media: Media) -> Stamp | None:
 # ---------------------------------------------------------------- looking
 
 
-def _look(media: Media, *, decode: bool, window: Window) -> Verdict:
+def _look(media: Media, *, decode: bool, window: Window, detail: bool) -> Verdict:
+    found: Detail = ()
     try:
         if media.kind == "image":
             header = read_header(media)
-            if decode:
-                decode_image(media, window=window)
+            if (decode or detail) and media.region is None:  # a region's picture stands beside it, and is looked at
+                rgb = decode_image(media, window=window)
+                found = measure_detail(rgb) if detail else ()
         else:
             header = read_video_header(media)
             if decode:
                 check_video(media)
+            if detail:
+                found = measure_frames(sample_frames(media))
     except MediaError as error:
         inside = f"{error.name}: " if error.name != media.name else ""  # a frame of a list
         return Verdict(code=error.code, reason=inside + error.reason)
-    return Verdict(header.width, header.height, header.frames, seconds=header.seconds, note=header.note)
+    return Verdict(header.width, header.height, header.frames, None, None, header.seconds, header.note, found)
 
 
 def _look_at(media: Sequence[Media], look: Callable[[Media], Verdict], workers: int) -> Iterator[dict[str, Verdict]]:
@@ -194,8 +207,8 @@ def _recall(file: Path, stamps: Mapping[str, Stamp], rules: str, decode: bool) -
         with closing(_connect(file)) as database:
             for i in range(0, len(keys), READ_CHUNK):
                 rows = database.execute(_SELECT, (json.dumps(keys[i : i + READ_CHUNK]), rules))
-                for key, size, changed_ns, decoded, *verdict in rows:
-                    seen = Verdict(*verdict)
+                for key, size, changed_ns, decoded, *verdict, detail in rows:
+                    seen = replace(Verdict(*verdict), detail=tuple(json.loads(detail)))
                     if (size, changed_ns) == stamps[key] and (decoded or not decode or seen.code is not None):
                         found[key] = seen
     except (sqlite3.Error, OSError) as error:
@@ -206,7 +219,7 @@ def _recall(file: Path, stamps: Mapping[str, Stamp], rules: str, decode: bool) -
 def _remember(file: Path, fresh: Mapping[str, Verdict], stamps: Mapping[str, Stamp], rules: str, decode: bool) -> None:
     """Write verdicts down, but for those of the moment, and on files that could not be opened."""
     rows = [
-        (key, rules, *stamps[key], int(decode), *astuple(verdict))
+        (key, rules, *stamps[key], int(decode), *astuple(verdict)[:-1], json.dumps(verdict.detail))
         for key, verdict in fresh.items()
         if key in stamps and verdict.code not in {"media_missing", *PASSING}
     ]

@@ -31,10 +31,12 @@ from litchi.data.media import (
 from litchi.data.timeline import Packet, Timeline, build_timeline, count_frames, pick_frames
 from litchi.types import Media, VisionSpec
 
+SAMPLED = 4  # frames that are looked at for their detail
 LIST_FPS = 2.0  # of frames whose row does not say it, as the family assumes
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".avif", ".jp2")
 
-Size = tuple[int, int, int, float]  # width, height, frames that are taken, seconds they stand for
+# width, height, frames that are taken, seconds they stand for, and `Media.pixels` where it is set
+Size = tuple[int, int, int, float] | tuple[int, int, int, float, int]
 Grid = tuple[int, int, int]
 
 
@@ -124,17 +126,17 @@ def video_size(media: Media, header: Header, spec: VisionSpec) -> Size:
 
 def fit_video(size: Size, spec: VisionSpec) -> Grid:
     """The grid of a video: frames that make one patch in time count once. Raises MediaError: extreme aspect."""
-    width, height, count, _ = size
+    width, height, count, _, *most = size
     low, video = spec.video.min_pixels, spec.video
     padded = -(-count // spec.temporal) * spec.temporal
-    high = max(min(video.max_pixels, video.total_pixels / padded * spec.temporal), int(low * 1.05))
+    high = max(min(video.max_pixels, video.total_pixels / padded * spec.temporal, *most), int(low * 1.05))
     h, w = fit_size(height, width, factor=spec.factor, min_pixels=low, max_pixels=high)
     return padded // spec.temporal, h // spec.patch, w // spec.patch
 
 
 def step_of(size: Size, spec: VisionSpec) -> float:
     """Seconds from one frame of the grid to the next, by the frames that are really taken."""
-    _, _, count, seconds = size
+    _, _, count, seconds, *_ = size
     return spec.temporal * seconds / count
 
 
@@ -148,7 +150,7 @@ def video_patches(media: Media, *, spec: VisionSpec) -> tuple[np.ndarray, Grid]:
     last frame is repeated where a patch in time lacks one. Raises MediaError.
     """
     size = video_size(media, read_video_header(media), spec)
-    t, h, w = fit_video(size, spec)
+    t, h, w = fit_video(size if media.pixels is None else (*size[:4], media.pixels), spec)
     out = np.empty((t, h * w, 3, spec.temporal, spec.patch**2), np.uint8)
     number = 0
     for rgb in _taken(media, size[2]):
@@ -158,6 +160,11 @@ def video_patches(media: Media, *, spec: VisionSpec) -> tuple[np.ndarray, Grid]:
     for missing in range(number, t * spec.temporal):
         out[-1, :, :, missing % spec.temporal] = out[-1, :, :, (number - 1) % spec.temporal]
     return out.reshape(t * h * w, -1), (t, h, w)
+
+
+def sample_frames(media: Media) -> Iterator[np.ndarray]:
+    """A few RGB frames, spread over a video or its part, to know its detail by. Raises MediaError."""
+    return _taken(media, min(SAMPLED, len(_timeline(media).times)))
 
 
 def _taken(media: Media, count: int) -> Iterator[np.ndarray]:

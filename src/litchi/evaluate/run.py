@@ -6,7 +6,7 @@ SourceIndex -> micro-batches (the same number on every rank, some empty) -> scor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from litchi.batch.balance import split_costs
 from litchi.batch.collate import CountUnits
+from litchi.batch.cutting import Pick
 from litchi.batch.encoders import Job, choose_jobs
 from litchi.batch.index import SourceIndex
 from litchi.batch.loader import Corpus, iterate_jobs
@@ -23,6 +24,7 @@ from litchi.data.processor import END_OF_TURN, Processor
 from litchi.data.render import Renderer
 from litchi.dist import Ranks, gather_objects, max_ranks, sum_ranks
 from litchi.errors import UsageError, UserError
+from litchi.evaluate.json_answers import JSON_METRICS, JsonRules, judge_answers
 from litchi.evaluate.ranking import RankingReport, ScoredGroup, ranking_metrics
 from litchi.evaluate.text import text_metrics
 from litchi.model.flops import read_costs
@@ -55,19 +57,31 @@ class EvalSet:
     def corpus(self) -> Corpus:
         return Corpus((self.index,), (self.renderer,), features=self.features)
 
-    def share(self, wrapped: Wrapped, micro_batch_tokens: int) -> list[Job]:
-        """This rank's micro-batches; as many as every other rank has, or those a vision rank encodes pictures of."""
+    def split(
+        self, wrapped: Wrapped, micro_batch_tokens: int, ranks: int, rows: range | None = None
+    ) -> list[list[list[Pick]]]:
+        """[rank][micro-batch] -> picks of the rows (all where left out), even in cost over so many ranks."""
+        rows = self.rows if rows is None else rows
         costs = read_costs(wrapped.owner.hf.config.to_dict(), scored=self.renderer.task == "rerank")
-        work = [self.index.rows[i].work(self.index.rows[i].documents or None) for i in self.rows]
+        work = [self.index.rows[i].work(self.index.rows[i].documents or None) for i in rows]
         shares = split_costs(
             [costs.cost(w) for w in work],
-            wrapped.data_ranks,
+            ranks,
             micro_batch_tokens,
             tokens=[w.tokens for w in work],
             pictures=[costs.picture_costs(w) for w in work],
         )
-        picks = [[[(i, self.index.rows[i].documents or None) for i in batch] for batch in own] for own in shares]
-        return choose_jobs(picks, self.corpus.patches, wrapped.layout.vision_ranks, wrapped.data_rank)
+        return [
+            [[(rows[n], self.index.rows[rows[n]].documents or None) for n in batch] for batch in own] for own in shares
+        ]
+
+    def deal(self, wrapped: Wrapped, shares: Sequence[Sequence[Any]]) -> list[Job]:
+        """This rank's of [data rank][micro-batch], of which each has as many; a vision rank's are those it encodes."""
+        return choose_jobs(shares, self.corpus.patches, wrapped.layout.vision_ranks, wrapped.data_rank)
+
+    def share(self, wrapped: Wrapped, micro_batch_tokens: int) -> list[Job]:
+        """This rank's micro-batches; as many as every other rank has, or those a vision rank encodes pictures of."""
+        return self.deal(wrapped, self.split(wrapped, micro_batch_tokens, wrapped.data_ranks))
 
 
 @dataclass(frozen=True)
@@ -92,6 +106,7 @@ class Measure:
     workers: int = 0
     generate: bool = True
     count_units: CountUnits | None = None  # what a rerank loss is divided by
+    rules: JsonRules | None = None  # for answers that are to be JSON
     between: Callable[[], object] = lambda: None  # called by all ranks behind each micro-batch; it may raise
 
 
@@ -113,11 +128,14 @@ def measure_set(
 # -------------------------------------------------------------------------------------------------------- rerank
 
 
+Group = tuple[int, tuple[str, ...], list[float]]  # row, document ids, scores
+
+
 @dataclass(frozen=True)
 class Scored:
-    """`groups` are (row, document ids, scores) in the order of the file; `loss` as in training. On every rank."""
+    """`groups` in the order of the file; `loss` as in training. On every rank."""
 
-    groups: list[tuple[int, tuple[str, ...], list[float]]]
+    groups: list[Group]
     loss: float
 
 
@@ -129,28 +147,43 @@ def score_set(wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure, progr
         UserError: a score is not finite; it names the document and what was computed in.
     """
     jobs = data.share(wrapped, how.micro_batch_tokens)
-    mine, total, units = [], 0.0, 0.0
-    batches = iterate_jobs(
-        data.corpus, jobs, workers=how.workers, count_units=how.count_units, pictures=wrapped.pictures
-    )
-    for number, batch in enumerate(batches):
-        out = wrapped.evaluate(batch)
-        if out is not None and wrapped.leads:
-            assert out.scores is not None
-            scores = out.scores.float().cpu()
-            total, units = total + float(out.loss), units + batch.units
-            for (row, _), (a, b) in zip(jobs[number].picks, batch.groups, strict=True):
-                mine.append((row, batch.doc_ids[a:b], scores[a:b].tolist()))
-        how.between()
+    mine: list[Group] = []
+    total = units = 0.0
+    for number, (groups, loss, counted) in enumerate(score_jobs(wrapped, data, jobs, how), 1):
+        mine += groups
+        total, units = total + loss, units + counted
         if progress is not None:
-            progress(number + 1, len(jobs))
+            progress(number, len(jobs))
     groups = sorted((group for share in gather_objects(mine) for group in share), key=lambda group: group[0])
-    _refuse_nonfinite(groups, data, wrapped)
+    refuse_nonfinite(groups, data, wrapped)
     total, units = sum_ranks(total, units)
     return Scored(groups, total / units if units else math.nan)
 
 
-def _refuse_nonfinite(groups: Sequence[tuple[int, tuple[str, ...], list[float]]], data: EvalSet, wrapped: Wrapped):
+@torch.no_grad()
+def score_jobs(
+    wrapped: Wrapped, data: EvalSet, jobs: Sequence[Job], how: Measure
+) -> Iterator[tuple[list[Group], float, float]]:
+    """The groups of each micro-batch with their scores, the sum of their losses and its units; a rank that does not
+    lead has none."""
+    batches = iterate_jobs(
+        data.corpus, jobs, workers=how.workers, count_units=how.count_units, pictures=wrapped.pictures
+    )
+    for job, batch in zip(jobs, batches, strict=True):
+        out = wrapped.evaluate(batch)
+        how.between()
+        if out is None or not wrapped.leads:
+            yield [], 0.0, 0.0
+            continue
+        assert out.scores is not None
+        scores = out.scores.float().cpu()
+        places = zip(job.picks, batch.groups, strict=True)
+        groups = [(row, batch.doc_ids[a:b], scores[a:b].tolist()) for (row, _), (a, b) in places]
+        yield groups, float(out.loss), batch.units
+
+
+def refuse_nonfinite(groups: Sequence[Group], data: EvalSet, wrapped: Wrapped) -> None:
+    """Raises UserError where a score is not finite; it names the document and what was computed in."""
     for row, doc_ids, scores in groups:
         for doc, score in zip(doc_ids, scores, strict=True):
             if not math.isfinite(score):
@@ -199,17 +232,21 @@ def measure_chat(
     metrics = {"loss": _chat_loss(wrapped, data, ranks, how)}
     lines: list[dict[str, Any]] = []
     slices: dict[str, Any] = {}
+    judged: dict[str, Any] = {}
     if how.generate:
         rows = generate_set(wrapped, data, ranks, how, progress)
         names = None if how.metrics is None else [m for m in how.metrics if m != "loss"]
-        metrics |= text_metrics([a for _, a, _, _ in rows], [r for _, _, r, _ in rows], names)
+        answers, references = [a for _, a, _, _ in rows], [r for _, _, r, _ in rows]
+        metrics |= text_metrics(answers, references, names, rules=how.rules)
+        if any(name in JSON_METRICS for name in names or ()):
+            judged["json"] = judge_answers(answers, references, how.rules or JsonRules()).to_json([i for i, *_ in rows])
         lines = [{"id": i, "text": answer, "reference": ref} for i, answer, ref, _ in rows]
         for field in how.slices:
             for value in sorted({str(f[field]) for *_, f in rows if field in f}):
                 part = [(a, r) for _, a, r, f in rows if str(f.get(field)) == value]
-                figures = text_metrics([a for a, _ in part], [r for _, r in part], names)
+                figures = text_metrics([a for a, _ in part], [r for _, r in part], names, rules=how.rules)
                 slices.setdefault(field, {})[value] = {"rows": len(part), "metrics": figures}
-    report = {"rows": len(data.rows), "metrics": metrics, "slices": slices}
+    report = {"rows": len(data.rows), "metrics": metrics, "slices": slices, **judged}
     return Measured(data.name, metrics, report, lines)
 
 
@@ -238,37 +275,43 @@ def generate_set(
     Args:
         keep: told (id, answer) of each as soon as it is there, on the rank where it is.
     """
+    jobs = data.share(wrapped, how.micro_batch_tokens)
+    mine = []
+    for number, made in enumerate(answer_jobs(wrapped, data, jobs, how), 1):
+        mine += made
+        if keep is not None:
+            for row, text in made:
+                keep(data.index.rows[row].id, text)
+        if progress is not None:
+            progress(number, len(jobs))
+    out = []
+    for row, answer in sorted(pair for share in gather_objects(mine) for pair in share):
+        sample = data.index.load(data.index.rows[row], data.renderer)
+        assert isinstance(sample, ChatSample)
+        out.append((sample.id, answer, data.corpus.reference(row), dict(sample.fields)))
+    return out
+
+
+@torch.no_grad()
+def answer_jobs(wrapped: Wrapped, data: EvalSet, jobs: Sequence[Job], how: Measure) -> Iterator[list[tuple[int, str]]]:
+    """(row, greedy answer) of each micro-batch; a rank that does not lead has none."""
     processor = data.renderer.processor
     _refuse_generation(wrapped)
     stop = stop_ids(wrapped, processor)
-    jobs = data.share(wrapped, how.micro_batch_tokens)
     alive = (lambda here: max_ranks(float(here), group=wrapped.learners)[0] > 0) if wrapped.sharded else bool
-    mine = []
     prompts = iterate_jobs(data.corpus, jobs, workers=how.workers, prompts=True, pictures=wrapped.pictures)
-    for number, batch in enumerate(prompts):
+    for job, batch in zip(jobs, prompts, strict=True):
         if wrapped.encoder is not None:
             wrapped.evaluate(batch)
+            yield []
             continue
         with wrapped.compute():
             answers = generate_greedy(
                 wrapped.owner, batch, stop=stop, max_new_tokens=how.max_new_tokens, anyone_alive=alive
             )
-        if wrapped.leads:
-            made = [(row, processor.decode(a.ids)) for (row, _), a in zip(jobs[number].picks, answers, strict=True)]
-            mine += made
-            if keep is not None:
-                for row, text in made:
-                    keep(data.index.rows[row].id, text)
         how.between()
-        if progress is not None:
-            progress(number + 1, len(jobs))
-    out = []
-    for row, answer in sorted(pair for share in gather_objects(mine) for pair in share):
-        sample = data.index.load(data.index.rows[row], data.renderer)
-        assert isinstance(sample, ChatSample)
-        reference = "".join(p for p in sample.turns[-1].parts if isinstance(p, str))
-        out.append((sample.id, answer, reference, dict(sample.fields)))
-    return out
+        leads = zip(job.picks, answers, strict=True) if wrapped.leads else ()
+        yield [(row, processor.decode(answer.ids)) for (row, _), answer in leads]
 
 
 def _refuse_generation(wrapped: Wrapped) -> None:

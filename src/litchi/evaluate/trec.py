@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -73,34 +73,30 @@ def join(
     return groups, notes
 
 
-def write_run(path: str | Path, run: Mapping[str, Mapping[str, float]], tag: str = "litchi") -> None:
-    """Write a run in TREC form, best first.
+def check_id(name: str, where: object) -> None:
+    """Refuse an id that cannot be written in TREC form: it is empty or holds white space. Raises DataError."""
+    if not name or re.search(r"\s", name):
+        raise DataError(
+            f"id {name!r} cannot be written in TREC form",
+            where=where,
+            why="its columns are separated by white space",
+            remedy="Write JSON lines instead.",
+        )
+
+
+def write_run(path: str | Path, run: Iterable[tuple[str, Mapping[str, float]]], tag: str = "litchi") -> None:
+    """Write (query, scores of its documents) in TREC form, best first.
 
     Raises:
         DataError: an id is empty or holds white space, or a score is not finite.
     """
     with open(path, "w", encoding="utf-8", newline="\n") as file:
-        for query, scores in run.items():
+        for query, scores in run:
             ranked = sorted(scores.items(), key=lambda item: -item[1])
             for rank, (document, score) in enumerate(ranked, 1):
                 for name in (query, document):
-                    if not name or re.search(r"\s", name):
-                        raise DataError(
-                            f"id {name!r} cannot be written in TREC form",
-                            where=path,
-                            why="its columns are separated by white space",
-                            remedy="Write JSON lines instead.",
-                        )
+                    check_id(name, path)
                 file.write(f"{query} Q0 {document} {rank} {_finite(query, document, score)!r} {tag}\n")
-
-
-def write_scores(path: str | Path, run: Mapping[str, Mapping[str, float]]) -> None:
-    """Write a run as JSON lines, in its own order. A score that is not finite is a DataError."""
-    with open(path, "w", encoding="utf-8", newline="\n") as file:
-        for query, scores in run.items():
-            for document, score in scores.items():
-                row = {"query_id": query, "doc_id": document, "score": _finite(query, document, score)}
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def _group(query: str, scores: Mapping[str, float], judged: Mapping[str, float]) -> ScoredGroup:
@@ -123,7 +119,7 @@ def _read(path: Path, value: str, columns: tuple[str, ...]) -> Scores:
     found: Scores = {}
     lines: dict[tuple[str, str], int] = {}
     parse = None
-    for number, text in _lines(path):
+    for number, text in iterate_lines(path):
         where = f"{path}:{number}"
         if parse is None:
             parse = _parse_json if text.startswith("{") else _parse_columns
@@ -141,7 +137,7 @@ def _read(path: Path, value: str, columns: tuple[str, ...]) -> Scores:
     return found
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def iterate_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Lines that are not blank, with their numbers from 1."""
     try:
         with open(path, "rb") as file:
@@ -173,7 +169,7 @@ def _parse_columns(text: str, value: str, columns: tuple[str, ...], where: str) 
 
 
 def _parse_json(text: str, value: str, columns: tuple[str, ...], where: str) -> tuple[str, str, float]:
-    row = _load_object(text, where)
+    row = load_object(text, where)
     for key in ("query_id", "doc_id"):
         if not isinstance(row.get(key), str) or not row[key]:
             found = f"{key} is {json.dumps(row[key], ensure_ascii=False)}" if key in row else f"{key} is missing"
@@ -185,7 +181,7 @@ def _parse_json(text: str, value: str, columns: tuple[str, ...], where: str) -> 
     return row["query_id"], row["doc_id"], _bounded(worth, value, where)
 
 
-def _load_object(text: str, where: str) -> dict[str, Any]:
+def load_object(text: str, where: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         row = dict(pairs)
         if len(row) < len(pairs):

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from litchi.errors import UsageError
 from litchi.model.build import Loaded
+from litchi.model.dora import MAGNITUDE, add_magnitudes, first_magnitude
 from litchi.model.family import PARTS, Family
+from litchi.model.tokens import ROWS, is_new_row
 from litchi.model.weights import (
     Slices,
     fill_parameters,
@@ -65,6 +67,8 @@ def apply_trainable(loaded: Loaded, trainable: Trainable) -> dict[str, str]:
         )
     if all(mode == "frozen" for mode in modes.values()):
         raise UsageError("every part is frozen", why="nothing would be learnt", remedy="Set trainable.language=lora")
+    saved = [path for name, path in _savable(loaded) if modes[name] == "full"]
+    loaded.hf.saved_modules = tuple(dict.fromkeys((*saved_modules(loaded.hf), *saved)))
     lora_parts = [name for name in PARTS if modes[name] == "lora"]
     if uses_lora(loaded.hf):
         _go_on(loaded, lora_parts)
@@ -74,6 +78,18 @@ def apply_trainable(loaded: Loaded, trainable: Trainable) -> dict[str, str]:
         mode = modes[loaded.family.part_of(plain_name(name))]
         parameter.requires_grad_(is_adapter_tensor(name) if mode == "lora" else mode == "full")
     return modes
+
+
+def _savable(loaded: Loaded) -> list[tuple[str, str]]:
+    """Parts that an adapter may hold whole, as PEFT's `modules_to_save`, with their paths: those that are one module
+    and small beside the model."""
+    family = loaded.family
+    return [("merger", family.merger), *([] if loaded.tied else [("head", family.head)])]
+
+
+def saved_modules(hf: nn.Module) -> tuple[str, ...]:
+    """Paths of modules that an adapter holds whole, beside its LoRA layers."""
+    return getattr(hf, "saved_modules", ())
 
 
 def _go_on(loaded: Loaded, lora_parts: list[str]) -> None:
@@ -102,6 +118,7 @@ def add_lora(loaded: Loaded, parts: list[str], lora: Lora) -> None:
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         use_rslora=lora.variant == "rslora",
+        use_dora=lora.variant == "dora",
         target_modules="|".join(re.escape(t) for t in targets),  # a regular expression over whole paths
     )
     _inject(config, loaded.hf)
@@ -114,7 +131,11 @@ def _inject(config: Any, hf: nn.Module) -> None:
     """Layers without values: what PEFT draws depends on the order of modules, and `fill_lora` does not."""
     from peft import inject_adapter_in_model
 
+    dora, config.use_dora = config.use_dora, False  # the layers are ours
     inject_adapter_in_model(config, hf, ADAPTER, low_cpu_mem_usage=True)
+    config.use_dora = hf.peft_config[ADAPTER].use_dora = dora  # type: ignore[union-attr,index]
+    if dora:
+        add_magnitudes(hf, ADAPTER)
     for name, parameter in hf.named_parameters():
         if is_adapter_tensor(name):
             parameter.data = parameter.data.float()  # small and trained: full precision beside a bf16 base
@@ -126,9 +147,12 @@ def _device(hf: nn.Module) -> torch.device:
 
 
 def fill_lora(hf: nn.Module, seed: int, device: torch.device) -> None:
-    """Draw LoRA's A as PEFT does and set B to zero, in place; each rank takes its shards of one and the same draw."""
+    """Draw LoRA's A as PEFT does and set B to zero, in place; each rank takes its shards of one and the same draw.
+    DoRA's magnitudes are those of the base, which has its values."""
 
     def read(name: str, part: Slices) -> Tensor:
+        if MAGNITUDE in name:
+            return first_magnitude(hf.get_submodule(name.split(MAGNITUDE)[0]), part)
         whole = torch.empty(shapes[name])
         if ".lora_B." in name:
             return whole[part].zero_()
@@ -181,12 +205,21 @@ def uses_lora(hf: nn.Module) -> bool:
 # ------------------------------------------------------------------------------------------------- adapter folders
 
 
-def adapter_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Names of LoRA tensors as PEFT and vLLM expect them in adapter_model.safetensors."""
-    return {_adapter_key(name): t for name, t in state.items() if is_adapter_tensor(name)}
+def adapter_state(state: Mapping[str, Tensor], saved: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """Names of what an adapter holds as PEFT and vLLM expect them in adapter_model.safetensors."""
+    return {_adapter_key(name): t for name, t in state.items() if in_adapter(name, saved)}
+
+
+def in_adapter(name: str, saved: tuple[str, ...]) -> bool:
+    """Whether a tensor is of LoRA, of new tokens, or of a module that is saved whole."""
+    return is_adapter_tensor(name) or is_new_row(name) or name.startswith(tuple(f"{path}." for path in saved))
 
 
 def _adapter_key(name: str) -> str:
+    if is_new_row(name):
+        name = name.replace(ROWS, "token_adapter.trainable_tokens_delta")
+    if MAGNITUDE in name:  # of the time when it was no module
+        name = name.removesuffix(".weight").removesuffix(f".{ADAPTER}")
     return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
 
 
@@ -196,8 +229,14 @@ def adapter_config(hf: nn.Module, names: Iterable[str], base: str) -> dict[str, 
     Args:
         names: of all LoRA tensors; a stage of a pipeline has some of the layers.
     """
-    targets = sorted({name.split(".lora_")[0] for name in names})
+    names = list(names)
+    targets = sorted({name.split(".lora_")[0] for name in names if is_adapter_tensor(name)})
     config = hf.peft_config[ADAPTER].to_dict()  # type: ignore[union-attr,index,operator]
+    tables = [name.split(".")[-2] for name in names if is_new_row(name)]
+    if tables:
+        ids = list(hf.new_tokens.ids.values())  # type: ignore[union-attr]
+        config["trainable_token_indices"] = dict.fromkeys(tables, ids)
+    config["modules_to_save"] = list(saved_modules(hf)) or None
     return {**config, "base_model_name_or_path": base, "target_modules": targets, "inference_mode": True}
 
 
@@ -217,8 +256,12 @@ def load_adapter(loaded: Loaded, folder: Path) -> None:
             "not an adapter folder", where=folder, why=f"adapter_config.json and {ADAPTER_WEIGHTS} are needed"
         )
     config = LoraConfig.from_pretrained(str(folder))
+    config.trainable_token_indices = None  # these rows are there already, by the words of model.new_tokens
+    kept, config.modules_to_save = config.modules_to_save or (), None  # they need no module of PEFT's around them
+    paths = [path for path, _ in loaded.hf.named_modules() if any(f".{path}".endswith(f".{name}") for name in kept)]
+    loaded.hf.saved_modules = saved = tuple(paths)
     _inject(config, loaded.hf)
-    want = {name: tuple(t.shape) for name, t in adapter_state(dict(loaded.hf.named_parameters())).items()}
+    want = {name: tuple(t.shape) for name, t in adapter_state(dict(loaded.hf.named_parameters()), saved).items()}
     have = read_header(path, folder)
     missing, unexpected = sorted(want.keys() - have.keys()), sorted(have.keys() - want.keys())
     unlike = sorted(n for n in want.keys() & have.keys() if want[n] != have[n])
@@ -245,7 +288,7 @@ def fill_adapter(hf: nn.Module, folder: Path, device: torch.device) -> None:
         def read(name: str, part: Slices) -> Tensor:
             return opened.get_slice(_adapter_key(name))[part]
 
-        fill_parameters(hf, device, read, is_adapter_tensor)
+        fill_parameters(hf, device, read, lambda name: in_adapter(name, saved_modules(hf)))
 
 
 def adapter_base(folder: Path) -> str | None:

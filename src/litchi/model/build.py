@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -21,6 +21,7 @@ from litchi.model.family import Family, find_family, part
 from litchi.model.leaves import Leaves, change_leaves
 from litchi.model.quantize import quantize_language
 from litchi.model.scoring import ask_rows
+from litchi.model.tokens import add_rows, find_new_tokens
 from litchi.model.vision import mark_windowed
 from litchi.model.weights import load_weights, match_weights
 
@@ -118,7 +119,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def build_model(folder: Path, *, dtype: torch.dtype, quantize: str = "none", leaves: Leaves = Leaves()) -> Loaded:
+def build_model(
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    quantize: str = "none",
+    new_tokens: Iterable[str] = (),
+    leaves: Leaves = Leaves(),
+) -> Loaded:
     """Build a model from a folder, its parameters on the meta device; buffers that no file holds are real.
 
     The class is chosen by `model_type`, never by the folder's name. Every tensor of the class must be in the files
@@ -127,7 +135,8 @@ def build_model(folder: Path, *, dtype: torch.dtype, quantize: str = "none", lea
 
     Args:
         dtype: of the parameters.
-        quantize: `nf4` lets the language layers hold their weights in 4 bits.
+        quantize: `nf4` or `int8` lets the language layers hold their weights in 4 or 8 bits.
+        new_tokens: words that get rows of their own, as do those of the tokenizer that the weights have no row for.
         leaves: which modules get a faster forward.
 
     Raises:
@@ -162,10 +171,11 @@ def build_model(folder: Path, *, dtype: torch.dtype, quantize: str = "none", lea
     head = part(hf, family.head)
     tied = head.weight is part(hf, family.embedding).weight
     ask_rows(head)
+    add_rows(hf, family, find_new_tokens(processor, new_tokens, settings.get_text_config().vocab_size))
     mark_windowed(part(hf, family.vision))
     change_leaves(hf, family, leaves)
-    if quantize == "nf4":
-        quantize_language(hf, family)
+    if quantize != "none":
+        quantize_language(hf, family, quantize)
     round_inputs(hf, family, compressed)
     return Loaded(hf=hf, family=family, processor=processor, folder=folder, tied=tied)
 

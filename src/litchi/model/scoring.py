@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from litchi.model.dora import find_gain
 from litchi.model.token_loss import plain_token_loss, repeated_token_loss
 
 
@@ -35,7 +36,7 @@ def token_loss(head: nn.Module, hidden: Tensor, targets: Tensor, vocabulary: int
     """Sum of the cross entropies of hidden states [R, hidden] behind the head against tokens [R]. []"""
     if not len(hidden):
         return head(hidden).float().sum()
-    if isinstance(head, HeadRows):
+    if isinstance(head, HeadRows) and not hasattr(head, "new_rows"):  # of new tokens, `model/tokens.py`
         return head(hidden, targets=targets)
     return repeated_token_loss(head, hidden, targets, vocabulary)
 
@@ -60,5 +61,10 @@ def _adapted_rows(head: Any, hidden: Tensor, words: tuple[int, int]) -> Tensor:
     with torch.autocast(hidden.device.type, enabled=False):
         for name in head.active_adapters:
             low = head.lora_dropout[name](hidden.float()) @ head.lora_A[name].weight.float().T
-            logits = logits + head.scaling[name] * (low @ head.lora_B[name].weight[list(words)].float().T)
+            up, scale = head.lora_B[name].weight[list(words)].float(), head.scaling[name]
+            logits = logits + scale * (low @ up.T)
+            if name in head.lora_magnitude_vector:
+                own = head.base_layer.weight[list(words)].float()
+                magnitude = head.lora_magnitude_vector[name].weight[list(words)]
+                logits = logits * find_gain(own, head.lora_A[name].weight, up, scale, magnitude)
     return logits

@@ -22,7 +22,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from litchi.errors import UsageError
 from litchi.model.compressed import NF4_STATE, find_packed, packed_shape, unpack
-from litchi.model.quantize import NF4Linear
+from litchi.model.quantize import PackedLinear
+from litchi.model.tokens import ROWS, first_rows, is_new_row
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -195,6 +196,10 @@ def load_weights(hf: nn.Module, folder: Path, device: torch.device) -> None:
             return opened[file]
 
         def read(name: str, wanted: Slices) -> Tensor:
+            if is_new_row(name):
+                weight = sources[name.replace(ROWS, "weight")]
+                table = open_file(weight.file).get_slice(weight.key)
+                return first_rows(hf.new_tokens, lambda number: table[number : number + 1])[wanted]  # type: ignore[arg-type]
             source = sources[plain_name(name)]
             if source.parts:
                 return unpack({part: open_file(file).get_tensor(key) for part, file, key in source.parts})[wanted]
@@ -218,7 +223,7 @@ def _move_buffers(hf: nn.Module, device: torch.device) -> None:
 
 
 def is_adapter_tensor(name: str) -> bool:
-    return ".lora_A." in name or ".lora_B." in name
+    return ".lora_A." in name or ".lora_B." in name or ".lora_magnitude_vector." in name
 
 
 def plain_name(name: str) -> str:
@@ -244,7 +249,7 @@ def fill_parameters(
                 continue
 
             def take(part: Slices, name: str = name, module: Any = module, packs: bool = key == "weight") -> Tensor:
-                if not (packs and isinstance(module, NF4Linear)):
+                if not (packs and isinstance(module, PackedLinear)):
                     return read(name, part)
                 whole = read(name, tuple(slice(n) for n in module.whole_shape))
                 return module.pack(whole.to(computes_on))[part]

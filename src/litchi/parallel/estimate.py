@@ -19,7 +19,7 @@ from litchi.model.sizes import read_shape
 from litchi.parallel.costs import NF4_BYTES, Work, bubble, count_linears, traffic_bytes
 from litchi.parallel.machines import EFFICIENCY, REACHED, Machine
 from litchi.parallel.mesh import Layout, gradients_wait
-from litchi.parallel.trace import FEW, Setup, Stream, Taken, make_owner, trace, with_depth
+from litchi.parallel.trace import FEW, Kept, Setup, Stream, Taken, make_owner, measure_resident, trace, with_depth
 
 if TYPE_CHECKING:
     from litchi.config import Trainable
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 CONTEXT = 0.6e9  # of a CUDA process before its first tensor, with cuBLAS's workspace
 GROUPS = 0.5e9  # buffers of NCCL
 LOST = 0.05  # of activations, to fragments of the allocator
-LOADED = 0.06e9  # on the CPU: code and buffers that come with the first step
-HEAP = 0.1  # of activations, to fragments of the heap; both from `benchmarks/planner.py`
+LOADED = 0.08e9  # on the CPU, of one run: 30 MB of code, 52 MB in the buffers MKL keeps
+STATES = {"adamw": 2.0, "adamw8bit": 0.5, "sgd": 0.0}  # of a trained weight's bytes
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Recipe:
     checkpoint: bool = False
     rerank: bool = False
     nf4: bool = False
+    int8: bool = False
     offload: str = "none"
     device: str = "cuda"
     known: dict[Any, Taken] = field(default_factory=dict, compare=False, repr=False)
@@ -135,9 +136,9 @@ def count_units(recipe: Recipe) -> dict[str, Unit]:
             found = "head" if name.startswith(f"{family.head}.") else found
         size, n, trains = p.element_size(), p.numel(), p.requires_grad
         units[found] += Unit(size * n, recipe.computed.itemsize * n, n * trains, size * n * trains)
-    if recipe.nf4:
-        linears = count_linears(read_shape(recipe.config))
-        units["layer"] += Unit((NF4_BYTES - recipe.held.itemsize) * linears, (NF4_BYTES - 2) * linears)
+    if recipe.nf4 or recipe.int8:
+        linears, each = count_linears(read_shape(recipe.config)), NF4_BYTES if recipe.nf4 else 1.0
+        units["layer"] += Unit((each - recipe.held.itemsize) * linears, (each - 2) * linears)
     return units
 
 
@@ -148,7 +149,7 @@ def estimate(recipe: Recipe, layout: Layout, machine: Machine | None, *, cards: 
         machine: null: this process's CPU, of which memory alone is said.
         cards: of one machine.
     """
-    samples = max(1, min(round(recipe.micro_batch_tokens / recipe.tokens), recipe.global_batch // layout.data_ranks))
+    samples = max(1, min(int(recipe.micro_batch_tokens // recipe.tokens), recipe.global_batch // layout.data_ranks))
     per_rank = math.ceil(recipe.global_batch / layout.data_ranks)
     micro = max(math.ceil(per_rank / samples), layout.pp if layout.pp > 1 else 1)
     parts = _states(recipe, layout)
@@ -167,11 +168,12 @@ def estimate(recipe: Recipe, layout: Layout, machine: Machine | None, *, cards: 
     if recipe.device == "cuda":
         parts["reserve"] = CONTEXT + GROUPS * (layout.ranks > 1) + LOST * activations
     else:
-        parts["reserve"] = LOADED + HEAP * activations
+        tensors = sum(n for name, n in parts.items() if name != "communication")
+        parts["reserve"] = LOADED + _resident(recipe, layout, samples, micro) - tensors
     # the update's own passes come when activations are gone: one list of the trained shards, but for a fused one
     if layout.wrapper in ("FSDP2", "HSDP"):
         update = parts["optimizer"] / 2
-        parts["reserve"] += max(0.0, update - activations)
+        parts["optimizer"] += max(0.0, update - activations)
     found = Estimate(layout, parts, micro_batches=micro)
     if machine is None:
         return found
@@ -180,8 +182,8 @@ def estimate(recipe: Recipe, layout: Layout, machine: Machine | None, *, cards: 
         found = replace(found, why_not=need)
     if recipe.global_batch < layout.data_ranks:
         found = replace(found, why_not=f"{recipe.global_batch} samples a step are fewer than {layout.data_ranks} ranks")
-    if recipe.nf4 and layout.tp > 1:
-        found = replace(found, why_not="4-bit weights are not cut by tp")
+    if (recipe.nf4 or recipe.int8) and layout.tp > 1:
+        found = replace(found, why_not="packed weights are not cut by tp")
     seconds, step = _time(recipe, layout, machine, cards, micro, activations)
     return replace(found, seconds=seconds, step_s=step)
 
@@ -202,8 +204,13 @@ def _stages(recipe: Recipe, layout: Layout) -> list[tuple[int, Unit, Unit]]:
 def _states(recipe: Recipe, layout: Layout) -> dict[str, float]:
     """Weights, gradients and the optimizer's state of the fullest rank."""
     wholes = [layer * n + ends for n, layer, ends in _stages(recipe, layout)]
-    each = {"adamw": 2.0, "adamw8bit": 0.5, "sgd": 0.0}[recipe.optimizer]  # of a trained weight's bytes
-    whole = max(wholes, key=lambda unit: unit.held + unit.trained_bytes * (1 + each))
+    state = {"adamw": 2.0, "adamw8bit": 0.0, "sgd": 0.0}[recipe.optimizer]  # of a trained weight's bytes
+    codes = 2 + 2 * 4 / 256 if recipe.optimizer == "adamw8bit" else 0.0  # two bytes a weight, two scales for 256
+
+    def averages(unit: Unit) -> float:
+        return state * unit.trained_bytes + codes * unit.trained
+
+    whole = max(wholes, key=lambda unit: unit.held + unit.trained_bytes + averages(unit))
     shards = layout.dp_shard * layout.cp if layout.wrapper in ("FSDP2", "HSDP") else 1
     here = 0.0 if recipe.offload == "all" else 1 / shards
     there = 0.0 if recipe.device == "cuda" and recipe.offload != "none" else 1 / shards
@@ -213,7 +220,7 @@ def _states(recipe: Recipe, layout: Layout) -> dict[str, float]:
     return {
         "weights": whole.held * here,
         "gradients": whole.trained_bytes * here,
-        "optimizer": whole.trained_bytes * each * there + copies * whole.trained_bytes,
+        "optimizer": averages(whole) * there + copies * whole.trained_bytes,
     }
 
 
@@ -236,19 +243,30 @@ def _working(recipe: Recipe, layout: Layout, micro: int, machine: Machine | None
     return {"communication": most}
 
 
-def _activations(recipe: Recipe, layout: Layout, samples: int) -> Taken:
-    """Of a micro-batch, between two that are traced: all of it is a sum over tokens and pictures."""
+def _setup(recipe: Recipe, layout: Layout) -> Setup:
     sharded = layout.wrapper in ("FSDP2", "HSDP")
     held = recipe.computed if sharded else recipe.held
-    setup = Setup(
-        recipe.device, held, recipe.computed if recipe.computed != held else None, recipe.checkpoint, recipe.rerank,
-        layout.tp,
-    )  # fmt: skip
+    autocast = recipe.computed if recipe.computed != held else None
+    return Setup(recipe.device, held, autocast, recipe.checkpoint, recipe.rerank, layout.tp)
+
+
+def _activations(recipe: Recipe, layout: Layout, samples: int) -> Taken:
+    """Of a micro-batch, between two that are traced: all of it is a sum over tokens and pictures."""
+    setup = _setup(recipe, layout)
     tokens = max(samples * recipe.tokens, recipe.longest)
     scale = tokens / recipe.tokens / layout.cp  # samples of a rank
     low, high = 2.0, 8.0
     both = [_trace(recipe, setup, n, layout) for n in (low, high)]
     return both[0].blend(both[1], (scale - low) / (high - low))
+
+
+def _resident(recipe: Recipe, layout: Layout, samples: int, micro: int) -> float:
+    """Tensors of a process on a CPU, and what malloc loses between them."""
+    shards = layout.dp_shard * layout.cp if layout.wrapper in ("FSDP2", "HSDP") else 1
+    kept = Kept(1 / shards, STATES[recipe.optimizer], recipe.offload == "optimizer")
+    scale = max(samples, recipe.longest / recipe.tokens) / layout.cp
+    stream = make_mean(recipe, scale, scale, layout.tp)
+    return measure_resident(recipe.config, recipe.trainable, stream, _setup(recipe, layout), kept, micro)
 
 
 def _trace(recipe: Recipe, setup: Setup, samples: float, layout: Layout) -> Taken:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
 
-from litchi.batch.cost import Work, forest_pairs
+from litchi.batch.cost import CostModel, Work, forest_pairs
+from litchi.batch.loader import Corpus
 from litchi.batch.sources import index_sources
 from litchi.config import Config, resolve_micro_batch_tokens
 from litchi.data.processor import load_processor
@@ -43,17 +45,17 @@ class Load:
 
 def read_load(config: Config, model: Mapping[str, Any]) -> Load:
     """From the files of `data.train` where there are any, else `MIX`."""
-    costs = read_costs(
-        model,
-        scored=config.task == "rerank",
-        trainable=config.trainable,
-        checkpoint=config.train.checkpoint_activations,
-    )
     if not config.data.train:
         patches = sum(t * h * w for t, h, w in MIX.grids)
-        return Load(MIX_SAMPLES, MIX.tokens, MIX.rows, patches, costs.cost(MIX), MIX.tokens, False)
+        return Load(MIX_SAMPLES, MIX.tokens, MIX.rows, patches, _costs(config, model).cost(MIX), MIX.tokens, False)
     folder = resolve_model(config.model.path)
     corpus = index_sources(config, config.data.train, load_processor(folder), by_curriculum=True)
+    return weigh_load(config, model, corpus)
+
+
+def weigh_load(config: Config, model: Mapping[str, Any], corpus: Corpus) -> Load:
+    """The mean sample of indexed rows."""
+    costs = _costs(config, model)
     rows = [row for source in corpus.sources for row in source.rows]
     works = [row.work(row.chosen(config.train.seed, 0, config.data.negatives)) for row in rows]
     n = len(works)
@@ -67,6 +69,11 @@ def read_load(config: Config, model: Mapping[str, Any]) -> Load:
         longest=max(w.tokens for w in works),
         from_data=True,
     )
+
+
+def _costs(config: Config, model: Mapping[str, Any]) -> CostModel:
+    scored, twice = config.task == "rerank", config.train.checkpoint_activations
+    return read_costs(model, scored=scored, trainable=config.trainable, checkpoint=twice)
 
 
 def make_recipe(config: Config, model: Mapping[str, Any], load: Load, *, device: str = "cuda") -> Recipe:
@@ -93,17 +100,29 @@ def make_recipe(config: Config, model: Mapping[str, Any], load: Load, *, device:
         checkpoint=config.train.checkpoint_activations,
         rerank=config.task == "rerank",
         nf4=config.model.quantize == "nf4",
+        int8=config.model.quantize == "int8",
         offload=config.train.offload,
         device=device,
     )
 
 
 def best_layout(recipe: Recipe, ranks: int, machine: Machine, *, cards: int = 8) -> Estimate | None:
-    """The layout that fits and is fastest, for `parallel: auto` on a GPU; None where nothing fits."""
-    found = [
-        estimate(recipe, layout, machine, cards=cards) for layout in offer_layouts(recipe.config, ranks, machine=cards)
-    ]
-    return min((e for e in found if e.fits), key=lambda e: e.step_s, default=None)
+    """The fastest layout that fits, for `parallel: auto` on a GPU; None where nothing fits.
+
+    Axes that cut the model are taken only where copies and shards do not fit: with them evaluation can do less.
+    """
+    offered = offer_layouts(recipe.config, ranks, machine=cards)
+    if recipe.offload == "all":
+        offered = [layout for layout in offered if layout.wrapper in ("FSDP2", "HSDP")]
+
+    def cuts(layout: Layout) -> tuple[bool, ...]:
+        return layout.pp > 1, layout.cp > 1, layout.tp > 1
+
+    for _, some in groupby(sorted(offered, key=cuts), key=cuts):
+        found = [estimate(recipe, layout, machine, cards=cards) for layout in some]
+        if best := min((e for e in found if e.fits), key=lambda e: e.step_s, default=None):
+            return best
+    return None
 
 
 def best_micro_batch(recipe: Recipe, layout: Layout, machine: Machine, most: int = 65_536) -> int:

@@ -8,8 +8,9 @@ that is not there. A deep model is traced with few layers: each more adds what o
 from __future__ import annotations
 
 import copy
+import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,6 +34,7 @@ from litchi.model.scoring import ask_rows
 from litchi.model.sizes import read_shape
 from litchi.model.token_loss import rows_at_once
 from litchi.model.vision import mark_windowed
+from litchi.parallel.heap import Heap
 from litchi.types import Batch, VisionSpec
 
 if TYPE_CHECKING:
@@ -43,10 +45,12 @@ FEW = 2
 
 
 class Tracker(TorchDispatchMode):
-    """Bytes of all storages that live, and the most of them since `mark`."""
+    """Bytes of all storages that live, and the most of them since `mark`; `events` are what is taken (number, size)
+    and freed (number, 0), in order."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.events: list[tuple[int, int]] = []
         self.live = self.peak = 0
         self.known: dict[int, Any] = {}
 
@@ -54,17 +58,19 @@ class Tracker(TorchDispatchMode):
         """Count a tensor's storage until it is freed."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self.known:
+        size, number = storage.nbytes(), len(self.events)
+        if key in self.known or not size:
             return
-        size = storage.nbytes()
 
         def free(_: Any) -> None:
             if self.known.pop(key, None) is not None:
                 self.live -= size
+                self.events.append((number, 0))
 
         self.known[key] = weakref.ref(storage, free)
         self.live += size
         self.peak = max(self.peak, self.live)
+        self.events.append((number, size))
 
     def leave_out(self, tensors: Sequence[Tensor]) -> None:
         """Do not count tensors that were there before."""
@@ -162,11 +168,9 @@ def trace(config: Mapping[str, Any], trainable: Trainable, stream: Stream, setup
         return _run(with_depth(config, n, m), trainable, stream, setup)
 
     base = once(layers, depth)
-    fewer = once(max(1, layers - 1), depth)
-    layer = float(base.kept - fewer.kept) if layers > 1 else 0.0
-    block = 0.0
-    if depth > 1 and stream.grids:
-        block = float(base.kept - once(layers, depth - 1).kept)
+    fewer = once(max(1, layers - 1), max(1, depth - 1)) if layers > 1 or depth > 1 else base
+    block = float(base.embedded - fewer.embedded)
+    layer = base.kept - fewer.kept - block
     left = layers * layer + depth * block
     return Taken(
         layer=layer,
@@ -181,7 +185,8 @@ def trace(config: Mapping[str, Any], trainable: Trainable, stream: Stream, setup
 
 @dataclass(frozen=True)
 class _Run:
-    kept: int  # bytes alive between forward and backward
+    embedded: int  # bytes alive behind the vision tower
+    kept: int  # between forward and backward
     vision: int  # peaks of the phases
     language: int
     logits: int
@@ -199,7 +204,7 @@ def _run(config: dict[str, Any], trainable: Trainable, stream: Stream, setup: Se
     tracker.leave_out(own)
     with _as_on(setup), tracker:
         embedded = owner.embed(batch)
-        vision = tracker.mark()
+        vision, live = tracker.mark(), tracker.live
         hidden = owner.layers(embedded, batch, needed=True)
         del embedded
         language = tracker.mark()
@@ -207,7 +212,60 @@ def _run(config: dict[str, Any], trainable: Trainable, stream: Stream, setup: Se
         del hidden
         logits, kept = tracker.mark(), tracker.live
         loss.backward()
-        return _Run(kept, vision, language, logits, tracker.mark())
+        return _Run(live, kept, vision, language, logits, tracker.mark())
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a rank of a CPU keeps besides a batch.
+
+    Args:
+        share: of weights, gradients and the optimizer's state; the others have the rest.
+        states: the optimizer's, of a trained weight's bytes.
+        apart: the optimizer works on copies of weights and gradients.
+    """
+
+    share: float = 1.0
+    states: float = 2.0
+    apart: bool = False
+
+
+def measure_resident(
+    config: Mapping[str, Any], trainable: Trainable, stream: Stream, setup: Setup, kept: Kept, micro: int
+) -> int:
+    """The most bytes of tensors and holes between them that a process on a CPU holds in two steps.
+
+    Args:
+        micro: micro-batches of a step; more than two find what the second left.
+    """
+    owner = make_owner(dict(config), trainable, setup)
+    batch = make_stream(stream, owner.spec, folds_stills(part(owner.hf, owner.family.vision)), rerank=setup.rerank)
+    trained = [p for p in owner.parameters() if p.requires_grad]
+    tracker = Tracker()
+    tracker.leave_out([*owner.parameters(), *owner.buffers()])
+    with _as_on(setup), tracker:
+        for _ in range(min(micro, 2)):
+            owner(batch).loss.backward()
+    update = len(tracker.events)
+    for p in trained:
+        p.grad = None
+    heap = Heap()
+
+    def keep(name: str, parameters: Iterable[Tensor], times: float = 1.0) -> None:
+        for number, p in enumerate(parameters):
+            for copy_ in range(math.ceil(times)):
+                share = kept.share * min(1.0, times - copy_)
+                heap.take((name, number, copy_), round(p.numel() * p.element_size() * share))
+
+    keep("weights", owner.parameters())
+    keep("copies", trained, float(kept.apart))
+    for step in range(2):
+        heap.follow(step, tracker.events[:update])
+        if step == 0:
+            keep("rooms", trained, float(kept.apart))
+            keep("states", trained, kept.states)
+        heap.follow(step, tracker.events[update:])
+    return heap.peak
 
 
 def make_owner(config: dict[str, Any], trainable: Trainable, setup: Setup) -> LitchiModel:

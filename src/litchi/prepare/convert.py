@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from litchi.data.formats import Format, Record, UnfitError, compare_samples, map_media
+from litchi.data.formats import Format, Record, UnfitError, compare_samples, map_media, refuse_places
 from litchi.data.formats_rerank import FORMATS, guess_format
 from litchi.data.jsonl import parse_fields
 from litchi.data.records import HOLDS_BYTES, data_url, ending_of, kind_of, media_bytes, read_records, write_records
@@ -214,6 +214,8 @@ def _write_sample(work: Conversion, target: Format, sample: Sample, answered: bo
             remedy="Name a format of the same task",
         )
     lost: set[str] = set()
+    if work.write != "litchi":
+        refuse_places(sample)
     records = target.write(sample, lambda media: _refer(work, media), lost)
     lost |= _differences(work, target, sample, records)
     if lost and not work.lossy:

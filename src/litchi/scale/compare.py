@@ -30,7 +30,8 @@ SIZES = (2, 4, 8)  # times the largest number of ranks that was measured
 @dataclass(frozen=True)
 class RunRecord:
     """A run as its folder tells it. `steps`: lines of metrics.jsonl; `starts`: (first step, ranks), in order;
-    `rows`: of each data file with its weight, None where no checkpoint says; `length`: epochs of a run that is done."""
+    `rows`: of each data file with its weight, None where no checkpoint says; `length`: epochs of a run that is done;
+    `forecast`: planned and measured, of the last start."""
 
     name: str
     settings: Mapping[str, Any]
@@ -41,6 +42,7 @@ class RunRecord:
     length: float | None
     metrics: Mapping[str, float]
     intervals: Mapping[str, Sequence[float]]
+    forecast: Mapping[str, Any] | None = None  # and what came of it
 
     @cached_property
     def seconds(self) -> list[float]:
@@ -109,7 +111,9 @@ def read_run(folder: Path, name: str) -> RunRecord:
         )
     file = folder / "config.yaml"
     settings = _flat(yaml.safe_load(file.read_text(encoding="utf-8")) or {}) if file.is_file() else {}
-    starts = [entry for entry in read_lines(folder / "events.jsonl") if entry["event"] == "start"]
+    events = read_lines(folder / "events.jsonl")
+    starts = [entry for entry in events if entry["event"] == "start"]
+    forecasts = [entry for entry in events if entry["event"] == "measured"]
     evaluations = {line["name"]: line for line in read_lines(folder / "eval.jsonl")}  # of each set the last
     one = len(evaluations) == 1
     metrics: dict[str, float] = {}
@@ -128,6 +132,7 @@ def read_run(folder: Path, name: str) -> RunRecord:
         length=settings.get("train.epochs") if (folder / "done.json").is_file() else None,
         metrics=metrics,
         intervals=intervals,
+        forecast={k: v for k, v in forecasts[-1].items() if k not in ("event", "step")} if forecasts else None,
     )
 
 
@@ -198,6 +203,7 @@ def compare_runs(runs: Sequence[RunRecord], *, price: float) -> dict[str, Any]:
                 "epoch_cost": None if epoch_s is None else run.ranks * epoch_s / 3600 * price,
                 "relative_cost": run.ranks * epoch_s / (first.ranks * base_s) if epoch_s and base_s else None,
                 "time": split_time(run),
+                "forecast": run.forecast,
                 "settings": {key: run.settings.get(key) for key in differ},
             }
         )
@@ -318,6 +324,8 @@ def format_answer(answer: Mapping[str, Any]) -> str:
     if names:
         metrics = [("metric", *(run["name"] for run in runs))]
         parts.append(_table([*metrics, *((n, *(figure(r, n) for r in runs)) for n in names)]))
+    planned = forecast_rows(runs)
+    parts += [_table(planned)] if planned else []
     kinds = list(dict.fromkeys(kind for run in runs for kind in run["time"]))
     time = [("share of the time", *(run["name"] for run in runs))]
     parts.append(_table([*time, *((k, *(f"{r['time'].get(k, 0.0):.1%}" for r in runs)) for k in kinds)]))
@@ -346,6 +354,19 @@ def write_text(path: Path, text: str) -> None:
 def say(value: float | None, how: Any) -> str:
     """A figure, or that it is not known."""
     return "?" if value is None else how(value)
+
+
+def forecast_rows(runs: Sequence[Mapping[str, Any]]) -> list[Sequence[str]]:
+    """A table of what was planned beside what was measured, of the runs that have both; none: no rows."""
+    head = ("run", "memory planned", "measured", "off", "step planned", "measured", "off")
+    rows = []
+    for run in runs:
+        if (found := run["forecast"]) is not None:
+            memory = format_bytes(found["planned_bytes"]), format_bytes(max(found["peak_bytes"]))
+            times = say(found["planned_step_s"], "{:.2f} s".format), f"{found['step_s']:.2f} s"
+            off = say(found["time_off"], "{:+.0%}".format)
+            rows.append((run["name"], *memory, f"{found['memory_off']:+.0%}", *times, off))
+    return [head, *rows] if rows else []
 
 
 def figure(run: Mapping[str, Any], name: str) -> str:

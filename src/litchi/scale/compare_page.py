@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from litchi.scale.compare import figure, say
+from litchi.scale.compare import figure, forecast_rows, say
 from litchi.train.durable import format_bytes
 from litchi.train.metrics import format_time
 
@@ -46,12 +46,14 @@ def format_page(answer: Mapping[str, Any], losses: Mapping[str, Sequence[Point]]
     """
     runs = answer["runs"]
     data = json.dumps(answer, ensure_ascii=False).replace("<", "\\u003c")
+    planned = forecast_rows(runs)
     sections = [
         ("Cost and speed", _runs_table(runs)),
         ("Speed-up", draw_speedup(answer)),
         ("Cost of an epoch, relative to the first", _bars(runs, "relative_cost", "{:.0%}".format)),
         ("Time of an epoch", _bars(runs, "epoch_s", format_time)),
         ("Where the time goes", _shares(runs)),
+        ("Planned and measured", _table(planned) if planned else ""),
         ("Loss", draw_lines(losses, across="step", up="loss")),
         ("Metrics", _metrics_table(runs)),
         ("Extrapolated, not measured", _more_table(answer["extrapolation"])),

@@ -188,7 +188,9 @@ def _climb(file: str, words: Sequence[str], rung: Rung, place: Path, config: Con
 
 def _gather(place: Path, rung: Rung, config: Config, facts: dict[str, Any]) -> Climb:
     start = [entry for entry in read_lines(place / "run" / "events.jsonl") if entry["event"] == "start"][-1]
+    forecasts = [entry for entry in read_lines(place / "run" / "events.jsonl") if entry["event"] == "measured"]
     return Climb(
+        forecast=forecasts[-1] if forecasts else None,
         procs=rung.procs,
         lines=read_lines(place / "run" / "metrics.jsonl"),
         start=start,

@@ -16,6 +16,7 @@ SAME = {"cpu": 1e-6, "cuda": 1e-5}  # relative, of losses in fp32 before any upd
 HALF = 5e-3  # the same in bf16 and fp16
 AFTER_UPDATES = {"fp32": 1000, "half": 4}  # times as much: AdamW turns rounding noise near zero into steps
 FULL = 0.95  # of the memory
+PLANNED = 1.25  # times as much as planned
 WORSE = 1.02  # times the base's loss
 
 
@@ -47,6 +48,7 @@ class Climb:
     unmoved: Sequence[str] = ()
     evaluations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     floor: float = 0.0  # of the efficiency
+    forecast: Mapping[str, Any] | None = None  # of memory and time, and what came of it; on GPUs
 
     @property
     def losses(self) -> list[float]:
@@ -81,6 +83,7 @@ class Climb:
             "step_s": sum(_seconds(line) for line in own) / len(own),
             "peak_bytes": self.peak_bytes,
             "memory_bytes": int(self.limit_bytes),
+            "planned_bytes": self.forecast and self.forecast["planned_bytes"],
             "efficiency": self.efficiency,
             "loss_difference": self.before and max(differences(self, self.before), default=0.0),
             "tensors": self.tensors,
@@ -161,6 +164,17 @@ def memory(climb: Climb) -> Failure | None:
     )
 
 
+def as_planned(climb: Climb) -> Failure | None:
+    if climb.forecast is None or max(climb.forecast["peak_bytes"]) <= PLANNED * climb.forecast["planned_bytes"]:
+        return None
+    return Failure(
+        f"a rank held {format_bytes(max(climb.forecast['peak_bytes']))}, planned were "
+        f"{format_bytes(climb.forecast['planned_bytes'])}",
+        "Larger layouts will not be as litchi plan says either; find what holds it, or set parallel and "
+        "train.micro_batch_tokens by hand with room to spare",
+    )
+
+
 def round_trip(climb: Climb) -> Failure | None:
     """A resumed run takes the same steps: to the bit on a CPU, within the tolerance of one layout on a GPU."""
     by_step = {line["step"]: line["loss"] for line in climb.lines}
@@ -205,5 +219,5 @@ def efficient(climb: Climb) -> Failure | None:
 
 
 GATES: Sequence[Callable[[Climb], Failure | None]] = (
-    *(finite, falling, as_before, moved, memory, round_trip, evaluation, efficient),
+    *(finite, falling, as_before, moved, memory, as_planned, round_trip, evaluation, efficient),
 )

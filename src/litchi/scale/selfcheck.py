@@ -1,4 +1,4 @@
-"""`litchi selfcheck`: every layout against one process, on this machine: the same steps, and how far losses differ.
+"""Every layout against one process, on this machine: the same steps, and how far losses differ.
 
 The packaged base is trained for a few steps on drawn rows in one process, then in each layout that the ranks at hand
 allow. The table of docs/parallelism.md is what this writes.
@@ -12,10 +12,9 @@ import math
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import asdict, dataclass
-from datetime import date
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from litchi.errors import UserError
 STEPS = 5
 SETTINGS = (  # SGD: AdamW would turn rounding noise in gradients near zero into differences between layouts
     *("track=[]", "data.workers=0", "data.shuffle=false", "optim.name=sgd"),
-    *("optim.lr=0.002", "optim.schedule=constant", "optim.warmup=0", "optim.clip=null", "train.precision=fp32"),
+    *("optim.lr=0.002", "optim.schedule=constant", "optim.warmup=0", "optim.clip=null"),
     *(f"train.steps={STEPS}", "train.global_batch_size=10"),
 )
 LAYOUTS: dict[str, dict[str, int | str]] = {
@@ -60,7 +59,8 @@ TRAINED = {
     "LoRA, language": "trainable={language: lora, lora: {rank: 4}}",
     "LoRA, nf4": "trainable={language: lora, lora: {rank: 4}}",
 }
-SAME = {"cpu": 1e-6, "cuda": 1e-5}  # relative, of losses in fp32; of gradient norms a hundred times as much
+SAME = {"cpu": 1e-6, "cuda": 1e-5, "bf16": 1e-2}  # relative, of losses; fp32 on that device, or computed in bf16
+NORMS = {"fp32": 100, "bf16": 10}  # so many times as much of gradient norms
 TASKS = {  # micro-batches so small that every layout accumulates
     "chat": ("task=chat", "data.train={folder}/chat.jsonl", "train.micro_batch_tokens=100"),
     "rerank": ("task=rerank", "data.train={folder}/rerank.jsonl", "train.micro_batch_tokens=400"),
@@ -74,6 +74,7 @@ class Job:
     layout: str
     trained: str
     task: str
+    precision: str = "fp32"
 
     def words(self, folder: Path) -> list[str]:
         """Its settings, on the command line."""
@@ -81,7 +82,8 @@ class Job:
         task = [word.format(folder=folder) for word in TASKS[self.task]]
         base = f"{folder}/untied" if "own head" in self.trained else "builtin:tiny"
         packed = ["model.quantize=nf4"] if "nf4" in self.trained else []
-        return [f"model.path={base}", *SETTINGS, *task, TRAINED[self.trained], *packed, *parallel]
+        precision = f"train.precision={self.precision}"
+        return [f"model.path={base}", *SETTINGS, precision, *task, TRAINED[self.trained], *packed, *parallel]
 
     @property
     def ranks(self) -> int:
@@ -108,18 +110,28 @@ class Ran:
     def differs(self, alone: Ran) -> tuple[float, float]:
         """Largest relative differences of losses and of gradient norms."""
         pairs = (self.losses, alone.losses), (self.norms, alone.norms)
-        loss, norm = (max(abs(a - b) / abs(b) for a, b in zip(*pair, strict=True)) for pair in pairs)
+        loss, norm = (largest(abs(a - b) / abs(b) for a, b in zip(*pair, strict=True)) for pair in pairs)
         return loss, norm
 
 
+def largest(values: Iterable[float]) -> float:
+    """The largest of some differences; one that is no number is larger than all others."""
+    return max(values, key=lambda value: math.inf if math.isnan(value) else value)
+
+
 QUICK = (("full", "chat"), ("LoRA, language", "rerank"))  # kinds of training
+EACH = (*QUICK, ("full, own head", "rerank"), ("LoRA", "chat"), ("LoRA, nf4", "rerank"))  # what trains once
+MANY = 4  # ranks: who has them has the time for every kind
+IN_BF16 = ("full", "chat")
 
 
 def list_jobs(most: int, *, quick: bool = False) -> list[Job]:
-    """Every possible job for up to `most` ranks; with `quick` of two kinds. 4-bit weights need their library."""
-    trained = [kind for kind in TRAINED if "nf4" not in kind or find_spec("bitsandbytes")]
-    kinds = QUICK if quick else [(kind, task) for kind in trained for task in TASKS]
+    """The jobs for up to `most` ranks: of two kinds of training with `quick`, of each that trains with fewer than four
+    ranks, of every kind otherwise; in bf16 one kind. 4-bit weights need their library."""
+    kinds = QUICK if quick else EACH if most < MANY else [(kind, task) for kind in TRAINED for task in TASKS]
+    kinds = [kind for kind in kinds if "nf4" not in kind[0] or find_spec("bitsandbytes")]
     jobs = [Job(layout, *kind) for kind in kinds for layout in ("one", *LAYOUTS)]
+    jobs += [] if quick else [Job(layout, *IN_BF16, "bf16") for layout in ("one", *LAYOUTS)]
     return [job for job in jobs if job.ranks <= most and job.possible]
 
 
@@ -222,6 +234,11 @@ class Line:
     loss: float  # largest relative difference in any step
     norm: float
     passed: bool
+    precision: str = "fp32"
+
+    @property
+    def kind(self) -> str:
+        return f"{self.trained}, {self.task}{', bf16' * (self.precision == 'bf16')}"
 
 
 def check_layouts(most: int, device: str, *, quick: bool, say: Callable[[str], None] = print) -> list[Line]:
@@ -230,7 +247,7 @@ def check_layouts(most: int, device: str, *, quick: bool, say: Callable[[str], N
     Args:
         most: ranks at most.
         device: "cpu" or "cuda", for the tolerance.
-        quick: two kinds of training only.
+        quick: two kinds of training only, in fp32.
     """
     from litchi.parallel.launch import run_ranks
 
@@ -243,7 +260,7 @@ def check_layouts(most: int, device: str, *, quick: bool, say: Callable[[str], N
             some = [job for job in jobs if job.ranks == ranks]
             say(f"{len(some)} trainings of {STEPS} steps on {ranks} rank{'s' * (ranks > 1)}")
             file = folder / f"{ranks}.json"
-            file.write_text(json.dumps([asdict(job) for job in some]), encoding="utf-8")
+            file.write_text(json.dumps({"layouts": [asdict(job) for job in some]}), encoding="utf-8")
             status = run_ranks(["selfcheck", "--job", str(file)], ranks)
             if status:
                 raise UserError(
@@ -252,58 +269,32 @@ def check_layouts(most: int, device: str, *, quick: bool, say: Callable[[str], N
                 )
             found = json.loads(file.with_suffix(".out").read_text(encoding="utf-8"))
             ran |= {job: Ran(**one) for job, one in zip(some, found, strict=True)}
-    return [compare(job, ran, SAME[device]) for job in jobs if job.layout != "one"]
+    return [
+        compare(job, ran, SAME["bf16" if job.precision == "bf16" else device]) for job in jobs if job.layout != "one"
+    ]
 
 
 def compare(job: Job, ran: Mapping[Job, Ran], same: float) -> Line:
     """A line of the table."""
-    loss, norm = ran[job].differs(ran[Job("one", job.trained, job.task)])
-    return Line(
-        job.layout, job.trained, job.task, job.ranks, ran[job].wrapper, loss, norm, loss <= same and norm <= 100 * same
-    )
+    loss, norm = ran[job].differs(ran[replace(job, layout="one")])
+    passed = loss <= same and norm <= NORMS[job.precision] * same
+    return Line(job.layout, job.trained, job.task, job.ranks, ran[job].wrapper, loss, norm, passed, job.precision)
 
 
-def run_file(ranks: Ranks, file: Path) -> None:
+def run_file(ranks: Ranks, file: Path, jobs: Sequence[Mapping[str, str]]) -> None:
     """What each rank of `check_layouts` does."""
-    found = run_jobs(ranks, str(file.parent), json.loads(file.read_text(encoding="utf-8")))
+    found = run_jobs(ranks, str(file.parent), jobs)
     if ranks.is_main:
         file.with_suffix(".out").write_text(json.dumps(found), encoding="utf-8")
 
 
-def report_layouts(most: int, *, quick: bool = False, write: Path | None = None) -> dict[str, Any]:
-    """The JSON answer of `selfcheck`; with `write` the table also goes into a document."""
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    lines = check_layouts(most, device, quick=quick, say=lambda text: print(text, file=sys.stderr))
-    where = torch.cuda.get_device_name() if device == "cuda" else "CPU, gloo"
-    command = f"litchi selfcheck --procs {most}{' --quick' * quick}"
-    note = f"{where}, fp32, torch {torch.__version__}, {date.today()}: `{command}`"
-    if write is not None:
-        write.write_text(fill_table(write.read_text(encoding="utf-8"), lines, f"{note}."), encoding="utf-8")
-    return {
-        "passed": all(line.passed for line in lines),
-        "where": note,
-        "tolerance": SAME[device],
-        "layouts": [asdict(line) for line in lines],
-    }
-
-
-def format_report(report: Mapping[str, Any]) -> str:
-    """The report for people."""
-    lines = [Line(**line) for line in report["layouts"]]
-    bad = sum(not line.passed for line in lines)
-    verdict = f"{bad} of {len(lines)} differ by more than" if bad else f"all {len(lines)} are within"
-    return f"{format_lines(lines)}\n{verdict} {report['tolerance']:.0e} of one process ({report['where']})"
-
-
 def format_lines(lines: Sequence[Line]) -> str:
     """The table as Markdown: a row for each layout, the largest difference of the losses for each kind of training."""
-    kinds = list(dict.fromkeys((line.trained, line.task) for line in lines))
-    head = "| layout | ranks | wrapper | " + " | ".join(f"{trained}, {task}" for trained, task in kinds) + " |"
+    kinds = list(dict.fromkeys(line.kind for line in lines))
+    head = "| layout | ranks | wrapper | " + " | ".join(kinds) + " |"
     rows = [head, "|" + "---|" * (3 + len(kinds))]
     for layout in dict.fromkeys(line.layout for line in lines):
-        mine = {(line.trained, line.task): line for line in lines if line.layout == layout}
+        mine = {line.kind: line for line in lines if line.layout == layout}
         first = next(iter(mine.values()))
         found = [mine.get(kind) for kind in kinds]
         cells = [f"{one.loss:.0e}{'' if one.passed else ' **no**'}" if one else "" for one in found]
@@ -313,9 +304,14 @@ def format_lines(lines: Sequence[Line]) -> str:
 
 def fill_table(text: str, lines: Sequence[Line], note: str) -> str:
     """Put the table between the marks of a document."""
-    begin, end = "<!-- layouts:begin -->", "<!-- layouts:end -->"
+    return fill_marks(text, "layouts", f"{note}\n\n{format_lines(lines)}")
+
+
+def fill_marks(text: str, name: str, body: str) -> str:
+    """Put something between the marks of a document that have this name."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     before, _, rest = text.partition(begin)
     _, found, after = rest.partition(end)
     if not found:
         raise UserError(f"there is no place for the table, between {begin} and {end}")
-    return f"{before}{begin}\n\n{note}\n\n{format_lines(lines)}\n{end}{after}"
+    return f"{before}{begin}\n\n{body}\n{end}{after}"

@@ -17,6 +17,7 @@ CONTENT: dict[str, Any] = {
         },
     ]
 }
+PIXEL = {"type": "integer", "minimum": 0}
 PART = {
     "oneOf": [
         {
@@ -30,18 +31,20 @@ PART = {
             "properties": {
                 "type": {"const": "image_url"},
                 "image_url": {"type": "object", "required": ["url"], "properties": {"url": PICTURE}},
+                "regions": {"type": "array", "items": {"type": "array", "items": PIXEL, "minItems": 4, "maxItems": 4}},
             },
         },
     ]
 }
 COUNT = {"type": "integer", "minimum": 1}
+MODEL = {"type": "string", "description": "One of /v1/models; with any other name the first of them answers."}
 INSTRUCTION = {"type": "string", "description": "Replaces the instruction the model was trained with."}
 
 RERANK = {
     "type": "object",
     "required": ["query", "documents"],
     "properties": {
-        "model": {"type": "string"},
+        "model": MODEL,
         "query": CONTENT,
         "documents": {"type": "array", "minItems": 1, "items": CONTENT},
         "top_n": COUNT,
@@ -52,7 +55,7 @@ RERANK = {
 SCORE = {
     "type": "object",
     "properties": {
-        "model": {"type": "string"},
+        "model": MODEL,
         "pairs": {
             "type": "array",
             "minItems": 1,
@@ -71,7 +74,7 @@ CHAT = {
     "type": "object",
     "required": ["messages"],
     "properties": {
-        "model": {"type": "string"},
+        "model": MODEL,
         "messages": {
             "type": "array",
             "minItems": 1,
@@ -89,6 +92,16 @@ CHAT = {
         "stop": {"oneOf": [{"type": "string"}, {"type": "array", "maxItems": 4, "items": {"type": "string"}}]},
         "stream": {"type": "boolean", "default": False},
         "stream_options": {"type": "object", "properties": {"include_usage": {"type": "boolean"}}},
+        "boxes": {
+            "type": "array",
+            "items": {"type": "array", "items": {"type": "number"}},
+            "description": "One for each <box> in the texts: [x0, y0, x1, y1] in pixels of the only picture.",
+        },
+        "restore_boxes": {
+            "type": "boolean",
+            "default": False,
+            "description": "Boxes of the answer come in pixels of the only picture as it was sent.",
+        },
         "temperature": {"const": 0, "description": "Answers are greedy."},
     },
 }

@@ -32,7 +32,7 @@ from litchi.serve.jobs import EngineSpec, Facts
 from litchi.serve.memory import FeatureMemory
 from litchi.serve.prefixes import Prefixes
 from litchi.serve.preparing import Piece, collate_pieces
-from litchi.train.target import Target, find_target, open_target, target_config
+from litchi.train.target import Target, find_target, open_target, same_prompt, target_config
 
 ALONE = {"fp32": 1e-3, "bf16": 0.5, "fp16": 0.1}  # how far a score may move with its neighbours: logits of about 20
 
@@ -42,8 +42,9 @@ class Engine:
 
     def __init__(self, spec: EngineSpec, ranks: Ranks):
         target = find_target(spec.name)
-        config = target_config(target, spec.overrides, task=known_task(target) or "rerank")
-        both = known_task(target) is None and not any(w.startswith("task=") for w in spec.overrides)
+        words = list(spec.overrides) if spec.like is None else same_prompt(spec.like, spec.overrides)
+        config = target_config(target, words, task=known_task(target) or "rerank")
+        both = known_task(target) is None and not any(w.startswith("task=") for w in words)
         processor = load_processor(resolve_model(config.model.path))
         self.warnings = check_pixels(target, config, processor.vision)
         self.spec, self.config = spec, config
@@ -63,7 +64,11 @@ class Engine:
     def facts(self) -> Facts:
         owner = self.wrapped.owner
         facts: dict[str, Any] = {
-            "pixels": {"min": owner.spec.min_pixels, "max": owner.spec.max_pixels},
+            "pixels": {
+                "min": owner.spec.min_pixels,
+                "max": owner.spec.max_pixels,
+                **self.config.data.pixels.by_detail,
+            },
             "template": self.config.data.template if "rerank" in self.renderers else None,
             "instruction": self.config.data.instruction,
             "dtype": self.dtype,
@@ -125,7 +130,8 @@ def make_renderers(config: Config, processor: Any, *, both: bool) -> dict[str, R
     first = make_renderer(config, processor, ".")
     if not both:
         return {first.task: first}
-    return {"rerank": first, "chat": Renderer("chat", first.processor, window=first.window)}
+    chat = Renderer("chat", first.processor, window=first.window, budget=first.budget)
+    return {"rerank": first, "chat": chat}
 
 
 def check_pixels(target: Target, config: Config, folder: Any) -> list[str]:
@@ -139,16 +145,17 @@ def check_pixels(target: Target, config: Config, folder: Any) -> list[str]:
     """
     if target.manifest is None or "pixels" not in target.manifest:
         return []
-    trained = (target.manifest["pixels"]["min"], target.manifest["pixels"]["max"])
+    trained = target.manifest["pixels"]
+    limits = (trained["min"], trained["max"])
     found = (folder.min_pixels, folder.max_pixels)
-    if target.adapter is None and target.checkpoint is None and found != trained:
+    if target.adapter is None and target.checkpoint is None and found != limits:
         raise UserError(
-            f"the pixel limits of preprocessor_config.json are {found}, those of the training were {trained}",
+            f"the pixel limits of preprocessor_config.json are {found}, those of the training were {limits}",
             where=target.base,
             why="the files of the export do not belong together",
             remedy="Export it again",
         )
-    used = (config.data.pixels.min, config.data.pixels.max)
+    used = config.data.pixels.model_dump(exclude_none=True)
     if used == trained:
         return []
     return [f"pixel limits are {used}, those of the training were {trained}: scores will differ"]

@@ -8,7 +8,8 @@ import sys
 import time
 import traceback
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -29,16 +30,68 @@ INTERNAL = Refusal(500, "internal_error", "the server could not answer this requ
 
 @dataclass
 class Front:
-    """Everything a request meets on its way."""
+    """Everything a request meets on its way. `pools` by the name of their model; the first is asked by default."""
 
-    pool: Pool
+    pools: dict[str, Pool]
     limits: Serve
     gate: Gate
     fetcher: Fetcher
     metrics: Metrics
-    name: str
     stopping: bool = False
     held_bytes: int = 0  # of requests that are read or at work
+    turned_away: int = 0  # in the last second, unread
+
+    @property
+    def ready(self) -> bool:
+        return all(pool.ready for pool in self.pools.values())
+
+    def pick(self, model: str | None) -> tuple[str, Pool]:
+        """The model a request names, or the first: clients send all kinds of names."""
+        name = model if model in self.pools else next(iter(self.pools))
+        return name, self.pools[name]
+
+    def check_room(self) -> None:
+        """Refuse a request that no model has room for. Raises Refusal."""
+        found = None
+        for pool in self.pools.values():
+            try:
+                pool.find_room()
+                return
+            except Refusal as refusal:
+                found = found or refusal
+        raise found or INTERNAL
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """A place for a request while it is parsed: no more are than there is room for. One whose body is still on its
+        way has none, or slow clients would keep others out. Raises Refusal."""
+        self.check_room()
+        for pool in self.pools.values():
+            pool.arriving += 1
+        try:
+            yield
+        finally:
+            for pool in self.pools.values():
+                pool.arriving -= 1
+
+    def turn_away(self, target: bytes) -> Refusal | None:
+        """Why a request is refused before it is read, in a flood of them; None: it is let in."""
+        path = target.partition(b"?")[0].decode("latin-1")
+        if path not in PATHS:
+            return None
+        try:
+            self.check_room()
+        except Refusal as refusal:
+            self.metrics.see_request(path, refusal.status, 0.0, None)
+            if not self.turned_away:  # a line for each would be a flood too
+                asyncio.get_running_loop().call_later(1, self._say_turned_away)
+            self.turned_away += 1
+            return refusal
+        return None
+
+    def _say_turned_away(self) -> None:
+        write_log(event=f"{self.turned_away} requests were refused unread within a second")
+        self.turned_away = 0
 
 
 def write_log(**facts: Any) -> None:
@@ -102,14 +155,9 @@ class Watch:
         headers = dict(scope["headers"])
         authorization = headers.get(b"authorization", b"").decode("latin-1")
         who = front.gate.enter(authorization, address_of(scope))
-        try:
-            if front.stopping:
-                raise Refusal(503, "stopping", "the server is stopping", retry_s=5, close=True)
-            if scope["path"] in PATHS:
-                front.pool.check_room()  # before anything is read: under a flood refusals have to be cheap
-        except Refusal:
+        if front.stopping:
             front.gate.leave(who)
-            raise
+            raise Refusal(503, "stopping", "the server is stopping", retry_s=5, close=True)
         return who
 
     async def _refuse(self, refusal: Refusal, note: dict[str, Any], status: int, *asgi: Any) -> None:

@@ -19,21 +19,19 @@ class ScoreJob:
     names: tuple[tuple[str, ...], ...]
 
     @property
-    def weight(self) -> int:
+    def documents(self) -> int:
         return sum(len(sample.documents) for sample in self.samples)
 
 
 @dataclass(frozen=True)
 class ChatJob:
-    """A conversation to be answered, with at most so many tokens, up to one of the `stop` texts."""
+    """A conversation to be answered, with at most so many tokens, up to one of the `stop` texts.
+    `restore`: boxes of the answer are wanted in pixels of the picture as it was sent."""
 
     sample: ChatSample
     max_tokens: int
     stop: tuple[str, ...] = ()
-
-    @property
-    def weight(self) -> int:
-        return 1
+    restore: bool = False
 
 
 Job = ScoreJob | ChatJob
@@ -80,9 +78,13 @@ class EngineSpec:
         overrides: `key=value` words.
         threads: of the processor, for each engine; None: torch's own choice.
         device: which GPU, where there are some.
+        like: the TARGET whose prompts and pixel limits it is asked with, so that only the weights differ.
+        url: of another server that has the model; None: it is loaded here.
     """
 
     name: str
     overrides: tuple[str, ...] = ()
     threads: int | None = None
     device: int = 0
+    like: str | None = None
+    url: str | None = None

@@ -1,8 +1,8 @@
 """The front's side of the engines: which takes a request, what comes back, and what happens when one dies.
 
-A job goes to the engine with the least to do. What comes through the pipes is handed to the loop of the server; a
-request that nobody waits for any more is cancelled in its engine. An engine that dies is started again, and its
-requests are refused with 503.
+A job goes to the engine with the least to do, by what jobs take (`effort.py`). What comes through the pipes is handed
+to the loop of the server; a request that nobody waits for any more is cancelled in its engine. An engine that dies is
+started again, and its requests are refused with 503.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from litchi.config.serve import Serve
 from litchi.errors import UserError
+from litchi.serve.effort import Pace, effort
 from litchi.serve.jobs import Answer, Facts, Job, Scores
 from litchi.serve.limits import Refusal
 
@@ -30,7 +31,7 @@ class Ticket:
     """A request that an engine works on."""
 
     number: int
-    weight: int
+    effort: float
     engine: Engines
     events: asyncio.Queue[tuple[str, Any]] = field(default_factory=asyncio.Queue)
 
@@ -65,13 +66,25 @@ class Engines:
     outbox: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
     facts: Facts | None = None
     tickets: dict[int, Ticket] = field(default_factory=dict)
-    document_s: float = 0.0
+    pace: Pace = field(default_factory=Pace)
+    busy_since_s: float = 0.0  # while it has tickets: when it answered the last one, or got the first
     served: bool = False
     deaths: list[float] = field(default_factory=list)
 
     @property
-    def load(self) -> int:
-        return sum(ticket.weight for ticket in self.tickets.values())
+    def load(self) -> float:
+        return sum(ticket.effort for ticket in self.tickets.values())
+
+    def add(self, ticket: Ticket) -> None:
+        if not self.tickets:
+            self.busy_since_s = time.monotonic()
+        self.tickets[ticket.number] = ticket
+
+    def finish(self, ticket: Ticket) -> None:
+        """A ticket was answered: what that took is known."""
+        now = time.monotonic()
+        self.pace.see(now - self.busy_since_s, ticket.effort)
+        self.busy_since_s = now
 
 
 class Pool:
@@ -81,6 +94,7 @@ class Pool:
         target: what such a process runs: (pipe, spec).
         spec: of each engine.
         count: how many.
+        first: number of the first one: each has a number of its own, also beside those of another pool.
         say: for the log: a line about an engine.
         say_ready: all engines are.
         note: for the metrics: what an engine tells of a batch.
@@ -94,6 +108,7 @@ class Pool:
         count: int,
         limits: Serve,
         *,
+        first: int = 0,
         say: Callable[[str], None],
         say_ready: Callable[[], None],
         note: Callable[[dict[str, Any]], None],
@@ -101,8 +116,9 @@ class Pool:
     ):
         self.target, self.spec, self.limits = target, spec, limits
         self.say, self.say_ready, self.note, self.fail = say, say_ready, note, fail
-        self.engines = [Engines(index) for index in range(count)]
+        self.engines = [Engines(first + index) for index in range(count)]
         self.numbers = 0
+        self.arriving = 0  # requests that are being parsed, and have their place already
         self.stopping = False
         self.context = multiprocessing.get_context("spawn")
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -137,23 +153,26 @@ class Pool:
 
     # ------------------------------------------------------------------------------------------------- requests
 
-    def check_room(self, weight: int = 1) -> None:
-        """Refuse a request that would wait too long, or that no engine is ready for. Raises Refusal."""
+    def find_room(self) -> Engines:
+        """The engine a further request would go to. Raises Refusal where it would wait too long, or none is ready."""
         able = [engine for engine in self.engines if engine.facts is not None]
         if not able:
             raise Refusal(503, "not_ready", "the model is being loaded", retry_s=5)
         engine = min(able, key=lambda e: e.load)
-        expected_s = engine.document_s * engine.load
-        if len(engine.tickets) >= self.limits.queue or (engine.tickets and expected_s > self.limits.queue_s):
-            raise Refusal(503, "overloaded", "too many requests wait already", retry_s=max(expected_s, 1))
+        arriving = self.arriving / len(able)
+        waiting, wait_s = len(engine.tickets) + arriving, engine.pace.effort_s * engine.load
+        wait_s += engine.pace.request_s * arriving
+        if waiting >= self.limits.queue or (waiting and wait_s > self.limits.queue_s):
+            raise Refusal(503, "overloaded", "too many requests wait already", retry_s=max(wait_s, 1))
+        return engine
 
     def submit(self, job: Job) -> Ticket:
         """Hand a job to the engine with the least to do. Raises Refusal."""
-        self.check_room(job.weight)
-        engine = min((e for e in self.engines if e.facts is not None), key=lambda e: e.load)
+        engine = self.find_room()
+        assert engine.facts is not None
         self.numbers += 1
-        ticket = Ticket(self.numbers, job.weight, engine)
-        engine.tickets[ticket.number] = ticket
+        ticket = Ticket(self.numbers, effort(job, engine.facts.facts["pixels"]["max"]), engine)
+        engine.add(ticket)
         engine.outbox.put(("job", ticket.number, job))
         return ticket
 
@@ -196,13 +215,14 @@ class Pool:
             else:
                 self.fail(message[1])
         elif kind == "stats":
-            engine.document_s = message[1]["document_s"]
             self.note({"engine": engine.index, **message[1]})
         elif kind == "gone":
             self._bury(engine)
         else:
             ticket = engine.tickets.get(message[1])
             if ticket is not None:
+                if kind == "done":
+                    engine.finish(ticket)
                 if kind != "text":
                     del engine.tickets[message[1]]
                 ticket.events.put_nowait((kind, message[2]))

@@ -20,11 +20,13 @@ from litchi.batch.collate import collate
 from litchi.batch.pictures import list_pictures
 from litchi.batch.rows import fit_grid, size_of, with_step
 from litchi.config.serve import Serve
+from litchi.data.boxes import Frame, frame_of, only_picture
+from litchi.data.detail import Detail, Shown, allot_pixels, list_media, measure_frames, with_pixels
 from litchi.data.features import NO_STAMP, PictureName
-from litchi.data.media import MediaError, decode_image, picture_patches, read_header
+from litchi.data.media import Header, MediaError, decode_image, picture_patches, read_header
 from litchi.data.render import Renderer
 from litchi.data.values import RowError
-from litchi.data.video import read_video_header, video_patches
+from litchi.data.video import read_video_header, sample_frames, video_patches, video_size
 from litchi.errors import UserError
 from litchi.serve.batcher import SPREAD_S, Budget, Work
 from litchi.serve.jobs import ChatJob, Job, ScoreJob
@@ -35,6 +37,7 @@ from litchi.types import Batch, ChatSample, Content, Example, Media, PlacedMedia
 
 LETTERS_PER_TOKEN = 64  # no text has more; what is longer is refused without being tokenised
 TOO_LARGE = frozenset({"media_too_large"})
+DETAILS = 10_000  # of pictures, that are remembered
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +50,7 @@ class Piece:
     patches: Mapping[str, np.ndarray] = field(repr=False)
     features: Mapping[str, Held] = field(repr=False)
     query: Hashable = None  # equal for equal queries with equal instructions
+    frame: Frame | None = None  # of the picture that boxes of the answer are to be in the pixels of
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Preparer:
         max_tokens: of a prompt.
         memory: features of pictures met before, which need no decoding.
         threads: decode pictures beside each other.
+        details: of pictures met before.
     """
 
     renderers: Mapping[str, Renderer]
@@ -66,17 +71,20 @@ class Preparer:
     limits: Serve
     memory: FeatureMemory
     threads: ThreadPoolExecutor
+    details: dict[str, Detail] = field(default_factory=dict)
 
     def prepare(self, request: int, job: Job, now_s: float) -> list[Work]:
         """Pieces of a job, each due in its turn. Raises Refusal."""
         renderer = self.renderers["rerank" if isinstance(job, ScoreJob) else "chat"]
         try:
             pictures = Pictures(self, renderer)
+            job = pictures.allot(job)
             if isinstance(job, ScoreJob):
                 planned = self._plan_scores(job, renderer, pictures)
             else:
                 example = self._render_chat(job.sample, renderer, pictures)
-                planned = [Piece(example, 0, (0,), {}, {})]
+                frame = pictures.frame(job.sample) if job.restore else None
+                planned = [Piece(example, 0, (0,), {}, {}, None, frame)]
             return [
                 self._work(request, job, pictures.bring(piece), now_s, number) for number, piece in enumerate(planned)
             ]
@@ -144,31 +152,78 @@ class Pictures:
 
     def __init__(self, preparer: Preparer, renderer: Renderer):
         self.preparer, self.renderer = preparer, renderer
+        self.headers: dict[str, Header] = {}
         self.grids: dict[str, Any] = {}  # as `GridOf` gives them
         self.pixels = 0
         self.patches: dict[str, np.ndarray] = {}
         self.features: dict[str, Held] = {}
 
-    def grid(self, media: Media) -> Any:
-        """Grid of a picture or video, from its header. Raises MediaError, Refusal."""
-        known = self.grids.get(media.key)
-        if known is not None:
-            return known
+    def allot(self, job: Job) -> Job:
+        """The same with what each picture gets, where that goes by detail. Raises MediaError, Refusal."""
+        budget = self.renderer.budget
+        if budget is None:
+            return job
+        samples = (job.sample,) if isinstance(job, ChatJob) else job.samples
+        media = {one.shown: one for sample in samples for one in list_media(sample)}
+        headers = {key: self.header(one) for key, one in media.items()}  # what is too large is not decoded
+        details = dict(zip(media, self.preparer.threads.map(self._detail, media.values()), strict=True))
+
+        def look(one: Media) -> Shown:
+            return Shown(headers[one.shown].width, headers[one.shown].height, details[one.shown] or None)
+
+        fitted: Any = tuple(with_pixels(sample, allot_pixels(sample, budget, look)) for sample in samples)
+        return replace(job, sample=fitted[0]) if isinstance(job, ChatJob) else replace(job, samples=fitted)
+
+    def _detail(self, media: Media) -> Detail:
+        budget, known = self.renderer.budget, self.preparer.details
+        assert budget is not None
+        video = media.kind == "video"
+        if media.region is not None or (budget.frames_lost is None if video else not budget.pictures):
+            return ()
+        if media.shown not in known:
+            try:
+                frames = sample_frames(media) if video else [decode_image(media, window=self.renderer.window)]
+                found = measure_frames(frames)
+            except MediaError as error:
+                raise MediaError(error.code, error.reason, name=media.key) from None
+            if len(known) >= DETAILS:
+                known.clear()
+            known[media.shown] = found
+        return known[media.shown]
+
+    def header(self, media: Media) -> Header:
+        """Header of a picture or video, within the limits of a request. Raises MediaError, Refusal."""
+        if media.shown in self.headers:
+            return self.headers[media.shown]
         limits, spec = self.preparer.limits, self.renderer.processor.vision
         try:
             header = read_header(media) if media.kind == "image" else read_video_header(media)
         except MediaError as error:
             raise MediaError(error.code, error.reason, name=media.key) from None
-        size = size_of(media, header, spec)
-        pixels = header.width * header.height
+        whole = header if media.region is None else self.header(replace(media, region=None))  # it is decoded for it
+        pixels = whole.width * whole.height
         if pixels > limits.picture_pixels:
-            found = f"{header.width} x {header.height} pixels, {limits.picture_pixels} together are allowed"
+            found = f"{whole.width} x {whole.height} pixels, {limits.picture_pixels} together are allowed"
             raise MediaError("media_too_large", found, name=media.key)
-        self.pixels += pixels * (1 if len(size) == 2 else size[2])
+        self.pixels += pixels * (1 if media.kind == "image" else video_size(media, header, spec)[2])
         if self.pixels > limits.request_pixels:
             found = f"the pictures and frames have more than {limits.request_pixels} pixels together"
             raise Refusal(413, "media_too_large", found)
-        return self.grids.setdefault(media.key, with_step(fit_grid(size, spec), size, spec))
+        return self.headers.setdefault(media.shown, header)
+
+    def grid(self, media: Media) -> Any:
+        """Grid of a picture or video, from its header. Raises MediaError, Refusal."""
+        if media.key not in self.grids:
+            spec = self.renderer.processor.vision
+            size = size_of(media, self.header(media), spec)
+            self.grids[media.key] = with_step(fit_grid(size, spec), size, spec)
+        return self.grids[media.key]
+
+    def frame(self, sample: ChatSample) -> Frame | None:
+        """Of the only picture of a conversation."""
+        media = only_picture(sample.turns)
+        side = self.renderer.processor.vision.patch
+        return None if media is None else frame_of(media, side, self.grid(media))
 
     def bring(self, piece: Piece) -> Piece:
         """The same piece with its pictures: features where they are known, else patches."""
@@ -191,6 +246,7 @@ class Pictures:
             {key: self.patches[key] for key in placed if key in self.patches},
             {key: self.features[key] for key in placed if key in self.features},
             piece.query,
+            piece.frame,
         )
 
     def _decode(self, placed: PlacedMedia) -> np.ndarray:
@@ -199,7 +255,8 @@ class Pictures:
             if media.kind == "video":
                 patches, grid = video_patches(media, spec=spec)
             else:
-                patches, grid = picture_patches(decode_image(media, window=self.renderer.window), spec=spec)
+                rgb = decode_image(media, window=self.renderer.window)
+                patches, grid = picture_patches(rgb, spec=spec, pixels=media.pixels)
         except MediaError as error:
             raise MediaError(error.code, error.reason, name=media.key) from None
         assert grid == placed.grid
@@ -208,9 +265,8 @@ class Pictures:
 
 def name_of(placed: PlacedMedia) -> PictureName:
     """What the features of a picture or video that came as bytes are kept under."""
-    key = placed.media.key
-    video = placed.media.kind == "video"
-    name = hashlib.sha256(key.encode()).digest() if video else bytes.fromhex(key.removeprefix("sha256:"))
+    key = placed.media.shown
+    name = hashlib.sha256(key.encode()).digest() if placed.media.cut else bytes.fromhex(key.removeprefix("sha256:"))
     return PictureName(NO_STAMP, name, placed.grid)
 
 

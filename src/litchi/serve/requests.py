@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from litchi.config.serve import Serve
+from litchi.data.boxes import only_picture
 from litchi.data.jsonl import parse_fields
 from litchi.data.values import CUT_KEYS, RowError, load_object, show
 from litchi.serve.jobs import ChatJob, Job, ScoreJob
@@ -23,6 +24,7 @@ RERANK_KEYS = frozenset({"model", "query", "documents", "top_n", "return_documen
 SCORE_KEYS = frozenset({"model", "pairs", "text_1", "text_2", "instruction", "user"})
 CHAT_KEYS = frozenset(
     {"model", "messages", "max_tokens", "max_completion_tokens", "stream", "stream_options", "stop", "user"}
+    | {"boxes", "restore_boxes"}
     | {"metadata", "store", "seed"}  # of no effect on a greedy answer
 )
 # What would give another answer than was asked for: only these values are taken.
@@ -228,7 +230,7 @@ def parse_chat(fields: Mapping[str, Any], limits: Serve) -> ChatRequest:
     if len(messages) > limits.messages:
         found = f"messages has {len(messages)} entries, {limits.messages} are allowed"
         raise Refusal(413, "too_many_messages", found, param="messages")
-    sample, findings = _parsed({"messages": [_message(m) for m in messages]}, "chat")
+    sample, findings = _parsed({"messages": [_message(m) for m in messages], "boxes": fields.get("boxes")}, "chat")
     assert isinstance(sample, ChatSample)
     if messages[-1].get("role") == "assistant":  # it is a part of the conversation, not the answer that is wanted
         sample = replace(sample, turns=(*sample.turns, Turn("assistant", ())))
@@ -236,6 +238,10 @@ def parse_chat(fields: Mapping[str, Any], limits: Serve) -> ChatRequest:
     wanted = [_whole(fields.get(name), name, None, low=1) for name in ("max_completion_tokens", "max_tokens")]
     asked = next((n for n in wanted if n is not None), None)
     stream = _flag(fields.get("stream"), "stream")
+    restore = _flag(fields.get("restore_boxes"), "restore_boxes")
+    if restore and (stream or only_picture(sample.turns) is None):
+        found = "restore_boxes goes with one picture, and an answer in one piece"
+        raise Refusal(400, "unsupported_value", found, param="restore_boxes")
     options = fields.get("stream_options")
     if options is not None and not (stream and isinstance(options, dict)):
         raise Refusal(400, "wrong_type", "stream_options is an object, and goes with stream", param="stream_options")
@@ -243,7 +249,7 @@ def parse_chat(fields: Mapping[str, Any], limits: Serve) -> ChatRequest:
     if asked is not None and asked > limit:
         warnings += (f"max_tokens is {asked}: an answer has {limit} at most",)
     return ChatRequest(
-        check_size(ChatJob(sample, min(asked or limit, limit), _stops(fields.get("stop"))), limits),
+        check_size(ChatJob(sample, min(asked or limit, limit), _stops(fields.get("stop")), restore), limits),
         _text(fields.get("model"), "model"),
         stream,
         _flag((options or {}).get("include_usage"), "stream_options.include_usage"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from litchi.serve import api
 from litchi.serve.connections import Server, bind_socket
 from litchi.serve.fetch import Fetcher, fetch_pictures
 from litchi.serve.front import PATHS, Front, Watch, refuse, write_log
-from litchi.serve.jobs import Answer, Scores
+from litchi.serve.jobs import Answer, EngineSpec, ScoreJob, Scores
 from litchi.serve.limits import Gate, Refusal
 from litchi.serve.metrics import TYPE, Metrics
 from litchi.serve.pages import HEADERS, read_pages
@@ -92,28 +92,31 @@ async def parse_body(front: Front, request: Request, note: dict[str, Any]) -> As
             fetch_pictures(front.fetcher, fields)
         return PARSE[path](fields, front.limits)
 
-    if len(raw) <= LARGE_BYTES and not front.fetcher.hosts:
-        return parse()
-    return await asyncio.to_thread(parse)
+    with front.place():
+        if len(raw) <= LARGE_BYTES and not front.fetcher.hosts:
+            return parse()
+        return await asyncio.to_thread(parse)
 
 
 async def answer(front: Front, request: Request) -> Response:
     """Read, ask, wait and reply. Raises Refusal."""
     path, note = request.url.path, request.state.note
     asked = await parse_body(front, request, note)
-    facts = front.pool.facts
-    if facts is not None and PATHS[path] not in facts.tasks:
-        found = f"{front.name} is served for {' and '.join(facts.tasks)}, not for {PATHS[path]}"
+    name, pool = front.pick(asked.model)
+    if pool.facts is not None and PATHS[path] not in pool.facts.tasks:
+        found = f"{name} is served for {' and '.join(pool.facts.tasks)}, not for {PATHS[path]}"
         raise Refusal(400, "task_not_served", found)
-    number, name = f"{PATHS[path]}-{request.state.number}", front.name
-    ticket = front.pool.submit(asked.job)
-    note["documents" if not isinstance(asked, ChatRequest) else "max_tokens"] = asked.job.weight
+    number = f"{PATHS[path]}-{request.state.number}"
+    note |= {"model": name} if len(front.pools) > 1 else {}
+    job = asked.job
+    note |= {"documents": job.documents} if isinstance(job, ScoreJob) else {"max_tokens": job.max_tokens}
+    ticket = pool.submit(job)
     if isinstance(asked, ChatRequest) and asked.stream:
-        return await stream(front, asked, ticket, note, number)
+        return await stream(pool, asked, ticket, note, name, number)
     try:
         outcome = await wait_for(ticket, request)
     finally:
-        front.pool.release(ticket)
+        pool.release(ticket)
     note_work(note, outcome)
     if isinstance(outcome, Answer):
         assert isinstance(asked, ChatRequest)
@@ -153,34 +156,36 @@ async def until_gone(request: Request) -> None:
         pass
 
 
-async def stream(front: Front, asked: ChatRequest, ticket: Ticket, note: dict[str, Any], number: str) -> Response:
+async def stream(
+    pool: Pool, asked: ChatRequest, ticket: Ticket, note: dict[str, Any], name: str, number: str
+) -> Response:
     """An answer piece by piece. What goes wrong before the first piece has a status of its own."""
     pieces = aiter(ticket)
     try:
         first = await anext(pieces, None)
     except BaseException:
-        front.pool.release(ticket)
+        pool.release(ticket)
         raise
 
     async def events() -> AsyncIterator[str]:
         try:
-            yield event(chat_chunk(front.name, number, {"role": "assistant", "content": ""}))
+            yield event(chat_chunk(name, number, {"role": "assistant", "content": ""}))
             if first is not None:
-                yield event(chat_chunk(front.name, number, {"content": first}))
+                yield event(chat_chunk(name, number, {"content": first}))
             async for text in pieces:
-                yield event(chat_chunk(front.name, number, {"content": text}))
+                yield event(chat_chunk(name, number, {"content": text}))
             found = ticket.outcome
             assert isinstance(found, Answer)
             note_work(note, found)
-            yield event(chat_chunk(front.name, number, {}, found.reason))
+            yield event(chat_chunk(name, number, {}, found.reason))
             if asked.include_usage:
-                yield event(usage_chunk(front.name, number, found))
+                yield event(usage_chunk(name, number, found))
             yield event("[DONE]")
         except Refusal as refusal:
             note["error"] = refusal.code
             yield event(refusal.to_json())
         finally:
-            front.pool.release(ticket)
+            pool.release(ticket)
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-store"})
 
@@ -191,7 +196,7 @@ def make_app(front: Front, start: Callable[[], None], end: Callable[[], None]) -
     @asynccontextmanager
     async def lifespan(app: FastAPI):
         start()
-        patience = asyncio.create_task(say_loading(front.pool))
+        patience = asyncio.create_task(say_loading(front))
         yield
         patience.cancel()
         end()
@@ -216,17 +221,19 @@ def make_app(front: Front, start: Callable[[], None], end: Callable[[], None]) -
     @app.get("/health")
     async def health() -> Response:
         """200 when every engine has passed its self check and the server is not stopping."""
-        word = "stopping" if front.stopping else "ok" if front.pool.ready else "loading"
+        word = "stopping" if front.stopping else "ok" if front.ready else "loading"
         return JSONResponse({"status": word}, 200 if word == "ok" else 503)
 
     @app.get("/v1/models")
     async def models() -> Response:
-        """The model, with what its scores depend on."""
-        facts = front.pool.facts
-        model: dict[str, Any] = {"id": front.name, "object": "model", "created": 0, "owned_by": "litchi"}
-        if facts is not None:
-            model |= {"tasks": list(facts.tasks), **facts.facts}
-        return JSONResponse({"object": "list", "data": [model]})
+        """The model with what its scores depend on, and the one it is served beside."""
+        data = []
+        for name, pool in front.pools.items():
+            model: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "litchi"}
+            if pool.facts is not None:
+                model |= {"tasks": list(pool.facts.tasks), **pool.facts.facts}
+            data.append(model)
+        return JSONResponse({"object": "list", "data": data})
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -260,18 +267,18 @@ def page(name: str) -> Response:
     return Response(body, media_type=kind, headers=HEADERS)
 
 
-async def say_loading(pool: Pool) -> None:
+async def say_loading(front: Front) -> None:
     """A large model takes minutes."""
     began = time.monotonic()
-    while not pool.ready:
+    while not front.ready:
         await asyncio.sleep(LOADING_S)
-        if not pool.ready:
+        if not front.ready:
             write_log(event=f"still loading after {time.monotonic() - began:.0f} s")
 
 
 def run_server(
     target: Callable[..., None],
-    spec: Any,
+    specs: Sequence[EngineSpec],
     *,
     host: str,
     port: int,
@@ -284,9 +291,9 @@ def run_server(
 
     Args:
         target: what an engine's process runs; see `Pool`.
-        spec: of each engine.
+        specs: of the engines of each model; the first is asked by default.
         port: 0 for any that is free.
-        procs: engines.
+        procs: engines of each model.
         keys: digests of the API keys; none: anyone may ask.
         hosts: that pictures may be fetched from.
 
@@ -298,7 +305,8 @@ def run_server(
     failed: list[UserError] = []
 
     def say_ready() -> None:
-        write_log(event=f"serving {spec.name} on {place}")
+        if front.ready:
+            write_log(event=f"serving {specs[0].name} on {place}")
 
     def say(text: str) -> None:
         write_log(event=text)
@@ -310,32 +318,29 @@ def run_server(
     def stopping() -> None:
         front.stopping = True
 
-    pool = Pool(
-        target,
-        spec,
-        procs,
-        limits,
-        say=say,
-        say_ready=say_ready,
-        note=lambda told: front.metrics.see_batch(told),
-        fail=fail,
-    )
-    front = Front(
-        pool,
-        limits,
-        Gate(keys, limits.rate, limits.concurrency),
-        Fetcher(hosts, limits.body_mb * 2**20),
-        Metrics(lambda: pool.running),
-        spec.name,
-    )
-    server = Server(make_app(front, pool.start, pool.stop), limits, stopping)
+    def start() -> None:
+        for pool in pools.values():
+            pool.start()
+
+    def stop() -> None:
+        for pool in pools.values():
+            pool.stop()
+
+    metrics = Metrics(lambda: sum(pool.running for pool in pools.values()))
+    tell: dict[str, Any] = {"say": say, "say_ready": say_ready, "note": metrics.see_batch, "fail": fail}
+    pools = {
+        spec.name: Pool(target, spec, procs, limits, first=number * procs, **tell) for number, spec in enumerate(specs)
+    }
+    gate, fetcher = Gate(keys, limits.rate, limits.concurrency), Fetcher(hosts, limits.body_mb * 2**20)
+    front = Front(pools, limits, gate, fetcher, metrics)
+    server = Server(make_app(front, start, stop), limits, stopping, front.turn_away)
     if not keys and host not in ("127.0.0.1", "::1", "localhost"):
         write_log(event="warning: anyone who reaches this address may ask: no API keys are set")
-    write_log(event=f"loading {spec.name}")
+    write_log(event=f"loading {' and '.join(pools)}")
     try:
         server.run(sockets=[listener])
     finally:
-        pool.stop()
+        stop()
         listener.close()
     if failed:
         raise failed[0]

@@ -22,6 +22,8 @@ def serve_target(
     host: str,
     port: int,
     procs: int = 1,
+    against: str | None = None,
+    engine_url: str | None = None,
     key_file: str | None = None,
     hosts: Sequence[str] = (),
 ) -> None:
@@ -29,6 +31,8 @@ def serve_target(
 
     Args:
         procs: engines, each with a model of its own; the n-th is on the n-th GPU, where there are GPUs.
+        against: a second TARGET, such as the base, asked as the first one is; each has `procs` engines.
+        engine_url: of a vLLM or SGLang that serves the TARGET, which is then not loaded here.
         key_file: a file with an API key on each line.
         hosts: that pictures may be fetched from.
 
@@ -46,18 +50,32 @@ def serve_target(
             raise UsageError(f"--allow-host {allowed}", why="a name such as images.example.org is needed")
     if key_file is None and KEYS in os.environ and not read_keys(None):
         raise UsageError(f"{KEYS} has no key", remedy="Unset it, or write keys separated by commas")
-    threads = max(1, (os.cpu_count() or 1) // procs) if procs > 1 else None
-    spec = EngineSpec(name, tuple(overrides), threads)
+    if against == name:
+        raise UsageError(f"--against {against} is TARGET itself", remedy="Name another model")
+    if engine_url is not None and against is not None:
+        raise UsageError("--against does not go with --engine-url", why="the engine there has one model")
+    if engine_url is not None and not engine_url.startswith(("http://", "https://")):
+        raise UsageError(f"--engine-url {engine_url}", why="an address such as http://127.0.0.1:8001 is needed")
+    engines = procs if against is None else 2 * procs
+    threads = max(1, (os.cpu_count() or 1) // engines) if engines > 1 else None
+    specs = [EngineSpec(name, tuple(overrides), threads, url=engine_url)]
+    if against is not None:
+        specs.append(EngineSpec(against, tuple(overrides), threads, like=name))
     words = [word for word in overrides if word.startswith("serve")]  # the others are read with what TARGET brings
     limits = load_config(None, ["task=rerank", *words], need=()).serve
     run_server(
-        run_engine, spec, host=host, port=port, procs=procs, limits=limits, keys=read_keys(key_file),
+        run_engine, specs, host=host, port=port, procs=procs, limits=limits, keys=read_keys(key_file),
         hosts=frozenset(hosts),
     )  # fmt: skip
 
 
 def run_engine(pipe: Any, spec: EngineSpec) -> None:
     """What an engine's process runs; the front never imports torch."""
+    if spec.url is not None:
+        from litchi.serve.remote import run_remote
+
+        run_remote(pipe, spec)
+        return
     from litchi.serve.worker import run_worker
 
     run_worker(pipe, spec)

@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from litchi.data.boxes import Frame, restore_boxes
 from litchi.errors import UserError
 from litchi.serve.answers import Growing
 from litchi.serve.batcher import Batcher, Kind, Work
@@ -35,6 +36,7 @@ from litchi.types import ChatSample, Content, Document, Media, RerankSample, Sou
 
 HELD_BYTES = 2**28  # of decoded pictures that wait
 LIVE = 16  # answers that grow at a time
+YIELD = 5  # on a core it shares with the front, the model gives way: what is refused must not wait for it
 FAILED = Refusal(500, "internal_error", "the model could not answer this request")
 
 
@@ -49,6 +51,7 @@ class Open:
     tokens: int = 0
     rest: int = 0  # pieces that are not done
     logits: list[list[float]] = field(default_factory=list)
+    frame: Frame | None = None  # as in `Piece`
 
 
 @dataclass
@@ -75,7 +78,6 @@ class Worker:
         self.open: dict[int, Open] = {}  # of them, those that are prepared
         self.growing: list[Growth] = []
         self.guard = threading.Lock()
-        self.document_s = 0.0  # what a document takes, lately
         self.preparer = Preparer(
             engine.renderers,
             engine.config.data.max_length,
@@ -130,10 +132,10 @@ class Worker:
                 self.tell("refused", number, FAILED)
             else:
                 logits = [[math.nan] * len(s.documents) for s in job.samples] if isinstance(job, ScoreJob) else []
-                tokens = sum(w.load.example.tokens for w in works)
+                tokens, frame = sum(w.load.example.tokens for w in works), works[0].load.frame
                 with self.guard:
                     if number in self.known:
-                        self.open[number] = Open(number, job, came_s, None, tokens, len(works), logits)
+                        self.open[number] = Open(number, job, came_s, None, tokens, len(works), logits, frame)
                         self.batcher.add(works)
 
     def _forget(self, number: int) -> None:
@@ -195,13 +197,12 @@ class Worker:
         began = time.monotonic()
         pieces: list[Piece] = [work.load for work, _ in taken]
         scores = self.engine.score(pieces)
-        took = (time.monotonic() - began) / sum(len(found) for found in scores)
-        self.document_s = took if not self.document_s else 0.8 * self.document_s + 0.2 * took
+        took_s = time.monotonic() - began
         documents, tokens = sum(map(len, scores)), sum(piece.example.tokens for piece in pieces)
         memory = self.engine.memory
         self.tell(
             "stats",
-            {"documents": documents, "tokens": tokens, "document_s": self.document_s, "batch_s": took * documents}
+            {"documents": documents, "tokens": tokens, "batch_s": took_s}
             | {"waiting": len(self.batcher.waiting), "found": memory.found, "asked": memory.asked}
             | {"cache_bytes": memory.held_bytes, "prefix_bytes": self.engine.prefixes.held_bytes}
             | {"saved_tokens": self.engine.prefixes.saved_tokens},
@@ -271,7 +272,8 @@ class Worker:
                 growth.dropped.add(member)
                 self._forget(request.number)
                 times = self._times(request)
-                answer = Answer(growing.text, growing.reason, prompt, len(growing.ids), *times)
+                said = growing.text if request.frame is None else restore_boxes(growing.text, request.frame)
+                answer = Answer(said, growing.reason, prompt, len(growing.ids), *times)
                 self.tell("done", request.number, answer)
 
 
@@ -316,7 +318,9 @@ def run_worker(pipe: Any, spec: EngineSpec) -> None:
 
         if spec.threads:
             torch.set_num_threads(spec.threads)
-        os.environ["LOCAL_RANK"] = str(spec.device)
+        os.environ["LOCAL_RANK"] = str(spec.device % max(1, torch.cuda.device_count()))
+        if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == 1:
+            os.nice(YIELD)
         quiet_libraries()
         worker = Worker(Engine(spec, start_ranks()), pipe)
         warnings = check_engine(worker)

@@ -203,7 +203,7 @@ def _identity(target: Target) -> list[Any]:
 
 def _settings(config: Config) -> dict[str, Any]:
     kept = ("data.video", "data.pixels", "data.window", "eval.max_new_tokens", "train.precision")
-    return {k: v for k, v in config.flat().items() if k.startswith(kept)}
+    return {k: v for k, v in config.flat().items() if k.startswith(kept) and k != "data.video.cache_mb"}
 
 
 # ------------------------------------------------------------------------------------------------------------ fuse

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from litchi.dist import Ranks, gather_objects
 from litchi.errors import UserError
 from litchi.train.durable import on_main
-from litchi.train.offload import OffloadedOptimizer, state_like
+from litchi.train.offload import OffloadedOptimizer, make_state, state_like
 from litchi.train.shards import MANIFEST, ShardReader, find_changed, find_missing, hidden, read_manifest
 
 NAME = re.compile(r"step-(\d{8,})")
@@ -282,6 +282,7 @@ def _make_optimizer_state(
     counts = {
         p: _counts_on(group, state_like(optimizer, p)) for group in optimizer.param_groups for p in group["params"]
     }
+    made = {p: make_state(optimizer, p) for p in counts}
     out = {}
     for full, entry in saved.items():
         if not full.startswith("optim."):
@@ -293,6 +294,7 @@ def _make_optimizer_state(
         device = counts[parameter]
         like = state_like(optimizer, parameter)
         tensor = torch.zeros_like(like) if entry["shape"] else torch.zeros((), dtype=torch.float32, device=device)
+        tensor = made[parameter].get(key, tensor)
         optimizer.state[parameter][key] = out[full] = tensor
     return out
 

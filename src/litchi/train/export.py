@@ -18,13 +18,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from litchi import __version__
+from litchi.data.processor import END_OF_TURN, load_processor
 from litchi.dist import Ranks, barrier, max_ranks
 from litchi.errors import UserError
-from litchi.model.adapters import ADAPTER, adapter_config, adapter_state, uses_lora
+from litchi.model.adapters import ADAPTER, adapter_config, adapter_state, in_adapter, saved_modules, uses_lora
 from litchi.model.forward import LitchiModel
-from litchi.model.quantize import NF4Linear
+from litchi.model.quantize import PackedLinear
+from litchi.model.tokens import ROWS, is_new_row, with_new_rows, write_tokenizer
 from litchi.parallel.mesh import Layout
 from litchi.parallel.pipeline import bring_together
+from litchi.train.resume import describe_base
 
 MANIFEST = "litchi.json"
 SHARD_BYTES = 4 * 2**30
@@ -104,6 +107,7 @@ def export_model(
         "litchi": __version__,
         "torch": torch.__version__,
         **facts,
+        "base_files": {"revision": _revision(base), **describe_base(base)},
         "dtype": str(written).removeprefix("torch."),
     }
     changed: list[bool] = []
@@ -120,7 +124,7 @@ def export_model(
         _write_adapter(owner, dict(state), base, part / "adapter", ranks, body)
     if ranks.is_main:
         _copy_config(base, part, owner, body["dtype"], form.config if form else {})
-        _copy_processor(base, part, owner)
+        copy_processor(base, part, owner)
         _write_json(part / MANIFEST, body)
         shutil.rmtree(out, ignore_errors=True)
         part.replace(out)
@@ -131,7 +135,10 @@ def export_model(
 def is_adapter(hf: nn.Module) -> bool:
     """Whether LoRA layers are all that differs from the base: full parts beside them do not fit into an adapter.
     Collective."""
-    full = any(".lora_" not in name for name, p in hf.named_parameters() if p.requires_grad)
+    new: Any = hf.new_tokens
+    grown = new is not None and new.grown  # PEFT puts rows into a table, and does not make it longer
+    learns = [name for name, p in hf.named_parameters() if p.requires_grad]
+    full = any(not in_adapter(name, saved_modules(hf)) or (grown and is_new_row(name)) for name in learns)
     lora, beside = max_ranks(float(uses_lora(hf)), float(full))
     return bool(lora) and not beside
 
@@ -139,6 +146,11 @@ def is_adapter(hf: nn.Module) -> bool:
 def identify_base(path: str) -> str:
     """A base as manifests name it: found again from any working folder."""
     return str(Path(path).resolve()) if Path(path).is_dir() else path
+
+
+def _revision(base: Path) -> str | None:
+    """Of a folder that the hub's client has downloaded: the commit."""
+    return base.name if base.parent.name == "snapshots" else None
 
 
 def _refuse_unchanged(hf: nn.Module) -> None:
@@ -163,16 +175,21 @@ def merged_tensors(
     """Names of the base and whole tensors on the CPU, out of 4 bits, LoRA folded in, a tied head once. Collective when
     sharded. `changed` gets, of each layer with LoRA, whether it differs from the base in this type."""
     for name, parameter in hf.named_parameters():
-        if ".lora_" in name:
+        if ".lora_" in name or is_new_row(name):
             continue
         value = whole(parameter)
-        holder = hf.get_submodule(name.rpartition(".")[0])
-        if isinstance(holder, NF4Linear) and parameter is holder.weight:
+        holder: Any = hf.get_submodule(name.rpartition(".")[0])
+        if hasattr(holder, ROWS):
+            value = with_new_rows(holder, value, whole(holder.new_rows))
+        if isinstance(holder, PackedLinear) and parameter is holder.weight:
             value = holder.unpack(value, torch.float32)
         if name.endswith(".base_layer.weight"):
             layer: Any = hf.get_submodule(name.removesuffix(".base_layer.weight"))
             a, b = whole(layer.lora_A[ADAPTER].weight), whole(layer.lora_B[ADAPTER].weight)
             plain, value = value, value.float() + (b.float() @ a.float()) * layer.scaling[ADAPTER]
+            if ADAPTER in layer.lora_magnitude_vector:  # DoRA
+                lengths = torch.linalg.vector_norm(value, dim=1)
+                value = value * (whole(layer.lora_magnitude_vector[ADAPTER].weight).float() / lengths)[:, None]
             if changed is not None:
                 changed.append(not torch.equal(plain.to(dtype), value.to(dtype)))
         yield name.replace(".base_layer.", "."), value.to(dtype)
@@ -181,7 +198,7 @@ def merged_tensors(
 def adapter_tensors(hf: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Names and whole tensors of LoRA layers on the CPU. Collective when sharded."""
     for name, parameter in hf.named_parameters():
-        if ".lora_" in name:
+        if in_adapter(name, saved_modules(hf)):
             yield name, whole(parameter)
 
 
@@ -251,21 +268,27 @@ def _name_shards(part: Path, files: list[list[str]], total: int) -> None:
 
 def _copy_config(base: Path, part: Path, owner: LitchiModel, dtype: str, more: Mapping[str, Any]) -> None:
     """The base's config.json, saying what was written: the class, the type of the weights, and `more` of a form."""
-    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    config, new = json.loads((base / "config.json").read_text(encoding="utf-8")), owner.hf.new_tokens
     config.setdefault("architectures", [owner.family.architecture])
     if "torch_dtype" not in config:
         config["dtype"] = dtype
     for section in (config, *(v for v in config.values() if isinstance(v, dict))):
         for key in section.keys() & {"dtype", "torch_dtype"}:
             section[key] = dtype
+        if new is not None and "vocab_size" in section:
+            section["vocab_size"] = new.rows
     _write_json(part / "config.json", {**config, **more})
 
 
-def _copy_processor(base: Path, part: Path, owner: LitchiModel) -> None:
+def copy_processor(base: Path, part: Path, owner: LitchiModel) -> None:
     """The base's processor files, with the pixel limits this model was trained with."""
     for name in PROCESSOR_FILES:
         if (base / name).is_file():
             shutil.copyfile(base / name, part / name)
+    new: Any = owner.hf.new_tokens
+    if new is not None:
+        write_tokenizer(new, part)
+    _stop_at_turns(base, part)
     for name in ("preprocessor_config.json", "processor_config.json"):
         if (part / name).is_file():
             body = json.loads((part / name).read_text(encoding="utf-8"))
@@ -273,6 +296,17 @@ def _copy_processor(base: Path, part: Path, owner: LitchiModel) -> None:
             if picture:
                 _set_pixels(picture, owner)
                 _write_json(part / name, body)
+
+
+def _stop_at_turns(base: Path, part: Path) -> None:
+    """Let others' generation stop where the answers that were learnt do, whatever the base's stopped at."""
+    path = part / "generation_config.json"
+    body = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    known = body.get("eos_token_id")
+    ids = known if isinstance(known, list) else [] if known is None else [known]
+    end = load_processor(base).controls.get(END_OF_TURN)
+    if end is not None and end not in ids:
+        _write_json(path, {**body, "eos_token_id": [end, *ids]})
 
 
 def _set_pixels(picture: dict[str, Any], owner: LitchiModel) -> None:
@@ -292,10 +326,10 @@ def _write_adapter(
 
     if ranks.is_main:
         out.mkdir()
-        body = {k: v.contiguous() for k, v in adapter_state(state).items()}
+        body = {k: v.contiguous() for k, v in adapter_state(state, saved_modules(owner.hf)).items()}
         save_file(body, out / "adapter_model.safetensors", metadata={"format": "pt"})
         _write_json(out / "adapter_config.json", adapter_config(owner.hf, state, facts["base"]))
-        _copy_processor(base, out, owner)
+        copy_processor(base, out, owner)
         _write_json(out / MANIFEST, facts)
 
 

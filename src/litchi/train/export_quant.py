@@ -18,7 +18,7 @@ from litchi.model.forward import LitchiModel
 from litchi.model.weights import SCORE
 from litchi.train.export import Form
 
-Format = Literal["merged", "int8", "int4", "nf4", "score"]
+Format = Literal["merged", "int8", "int4", "nf4", "score", "onnx-vision"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 GROUPS = (128, 64, 32)  # weights that share a scale of int4: what engines have kernels for
 # modules by both layouts of names, that of transformers and the older one of the hub and of vLLM

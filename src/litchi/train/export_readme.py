@@ -83,6 +83,9 @@ def _rerank_commands(form: str, template: RerankTemplate, facts: Mapping[str, An
             f"    python -m sglang.launch_server --model-path .{loader}",
             f"With SGLang ask for one token, and for the log-probabilities of `{words['yes']}` and `{words['no']}`: "
             "their difference is the score.",
+            "Or keep Litchi's API, limits and playground in front of either, which then ask it so:",
+            f"    vllm serve . --max-logprobs 20 --port 8001{loader}\n"
+            "    litchi serve . --engine-url http://127.0.0.1:8001",
         ]
     shown = "\n".join(f"    {line}" for line in template.text.rstrip("\n").split("\n"))
     default = facts["instruction"] or template.instruction

@@ -22,6 +22,7 @@ from litchi.model.weights import is_adapter_tensor
 from litchi.parallel.apply import Wrapped
 from litchi.train.checkpoint import list_checkpoints
 from litchi.train.export import MANIFEST, export_model, identify_base
+from litchi.train.export_onnx import export_vision
 from litchi.train.export_quant import Format, make_form
 from litchi.train.export_readme import write_readme
 from litchi.train.measure import open_set
@@ -56,6 +57,8 @@ def export_target(
     if out.exists():
         raise UsageError(f"{out} exists", why="nothing is overwritten", remedy="Remove it or name another folder")
     target = _find_trained(name)
+    if form == "onnx-vision":
+        return _export_vision(target, out, overrides, ranks)
     source = data or _own_rows(target)
     if source is None and form != "merged":
         raise UsageError(
@@ -107,6 +110,16 @@ def export_target(
     return figures
 
 
+def _export_vision(target: Target, out: Path, overrides: Sequence[str], ranks: Ranks) -> dict[str, Any] | None:
+    """Of the tower alone nothing can be measured but its features: these are compared."""
+    config = target_config(target, overrides, task="rerank")
+    wrapped = open_target(target, config, ranks)
+    base = resolve_model(config.model.path)
+    figures = export_vision(wrapped.owner, base, out, ranks, _facts(target, config, wrapped), layout=wrapped.layout)
+    barrier()
+    return figures
+
+
 def _find_trained(name: str) -> Target:
     """Of a run what it trained, from the checkpoint its own export was made of, where both that and its base are still
     there; else as `find_target`."""
@@ -144,7 +157,7 @@ def _facts(target: Target, config: Config, wrapped: Wrapped) -> dict[str, Any]:
         "base": known.get("base", identify_base(config.model.path)),
         "template": known["template"],
         "instruction": config.data.instruction,
-        "pixels": {"min": spec.min_pixels, "max": spec.max_pixels},
+        "pixels": {"min": spec.min_pixels, "max": spec.max_pixels, **config.data.pixels.by_detail},
         "settings": known.get("settings", config.model_dump(mode="json")),
         "step": known["step"],
     }

@@ -40,6 +40,7 @@ TRIED = 20  # steps looked at for a size on trial
 ROOM = 0.92  # of a memory limit that may be taken
 FINEST = 256  # tokens
 MEASURED = "auto_micro_batch_tokens"  # in the journal
+PLANNED = "auto_plan"
 BOUNDS = {"cuda": (1024, 65_536), "cpu": (512, 8192)}  # of `auto`
 
 
@@ -201,7 +202,10 @@ def fit_memory(run: Run, first: int, *, fresh: bool) -> None:
             taken, tokens = max_ranks(peak() / allowed, batch.tokens)
             return taken, int(tokens)
 
-        size = search_size(share, *BOUNDS[ranks.device.type])
+        low, high = BOUNDS[ranks.device.type]
+        planned = run.journal.made(PLANNED)  # what the planner has no room for is not tried
+        most = planned[-1]["micro_batch_tokens"] if planned else None
+        size = search_size(share, low, max(low, min(high, most or high)))
         run.journal.add(MEASURED, step=1, tokens=size)
         run.plan = replace(run.plan, micro_batch_tokens=size)
         run.log.say(f"micro_batch_tokens {size:,}: measured, on ranks with {format_bytes(allowed)}")

@@ -33,7 +33,8 @@ from litchi.train.checkpoint import (
     settle_checkpoints,
 )
 from litchi.train.durable import FolderLock, format_bytes, on_main, replace_file, write_json
-from litchi.train.export import export_model
+from litchi.train.export import copy_processor, export_model
+from litchi.train.forecast import note_forecast, note_measured
 from litchi.train.guard import CutShort, StopRequest
 from litchi.train.largest import fit_memory
 from litchi.train.losses import make_loss
@@ -93,6 +94,7 @@ def _train(config: Config, ranks: Ranks, folder: Path, allowed: Sequence[str], p
     remove_undone(folder, ranks)
     newest = settle_checkpoints(folder, ranks)
     refuse_changed(config, newest, allowed)
+    how_to_measure(config, ranks.device)  # refuses a schema that cannot be used before anything takes time
     run = prepare_run(config, ranks, folder, resumed=newest, allowed=allowed)
     saver = Saver(folder, ranks)
     well = False
@@ -102,6 +104,7 @@ def _train(config: Config, ranks: Ranks, folder: Path, allowed: Sequence[str], p
         _note_restarts(run)
         run.log.say(check_room(run))
         fit_memory(run, first, fresh=newest is None)
+        note_forecast(run, first)
         if newest is None and config.train.on_nonfinite == "rollback":
             _save(run, saver, 0, None)  # something to go back to
             saver.wait()  # processes that load samples are forked behind this
@@ -367,6 +370,7 @@ def _save(run: Run, saver: Saver, step: int, best_step: int | None, *, whole: bo
         run.trainer.optimizer if whole or run.config.train.save == "all" else None,
         run.facts | run.checkpoint_facts(),
         beside=[folder / name for name in ("metrics.jsonl", "eval.jsonl")],
+        add=lambda part: copy_processor(run.loaded.folder, part, run.wrapped.owner),
         after=lambda: rotate_checkpoints(folder, keep=keep, best=best_step, written=step),
     )
     return True
@@ -391,6 +395,8 @@ def _raise_failure(run: Run, saver: Saver) -> NoReturn:
 
 def _finish(run: Run, saver: Saver, last: int, watch: BestWatch, request: StopRequest) -> None:
     """Save, measure, and export the best or the last state. StoppedError: a signal came before it was measured."""
+    lines = on_main(run.ranks, lambda: read_lines(run.folder / "metrics.jsonl"), what=UNREADABLE, place=run.folder)
+    note_measured(run, lines, last)
     if saver.newest != last:
         _save(run, saver, last, watch.best_step)
     saver.wait()

@@ -1,11 +1,9 @@
-"""`evaluate`, `score` and `generate` on a TARGET: open it as it was trained, run it, hand on the figures."""
+"""`evaluate` on a TARGET: open it as it was trained, run it, hand on the figures. `writing.py`: `score`, `generate`."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from litchi.batch.sources import refuse_bad
@@ -13,13 +11,12 @@ from litchi.config import Config
 from litchi.data.jsonl import guess_task
 from litchi.data.processor import load_processor
 from litchi.dist import Ranks, barrier
-from litchi.errors import UsageError
 from litchi.evaluate.ranking import paired_difference
-from litchi.evaluate.run import EvalSet, Measured, generate_set, measure_set, score_set
+from litchi.evaluate.run import EvalSet, Measured, measure_set
 from litchi.model.build import resolve_model
 from litchi.train.progress import count_progress
 from litchi.train.setup import check_ids, scan_files
-from litchi.train.target import Target, find_target, open_target, target_config, write_words
+from litchi.train.target import Target, find_target, open_target, same_prompt, target_config, write_words
 from litchi.train.watch import how_to_measure
 
 
@@ -34,7 +31,8 @@ def open_set(config: Config, data: str, ranks: Ranks, *, require_labels: bool) -
     return EvalSet(corpus.sources[0], corpus.renderers[0], config.eval.max_rows)
 
 
-def _prepare(name: str, data: str, overrides: Sequence[str], task: str | None = None) -> tuple[Target, Config]:
+def prepare(name: str, data: str, overrides: Sequence[str], task: str | None = None) -> tuple[Target, Config]:
+    """A target, and the settings it is opened with for a data file."""
     target = find_target(name)
     words = [*write_words({"data.eval": data}, ()), *overrides]
     return target, target_config(target, words, task=task or guess_task(data))
@@ -42,7 +40,7 @@ def _prepare(name: str, data: str, overrides: Sequence[str], task: str | None = 
 
 def measure_one(name: str, data: str, overrides: Sequence[str], ranks: Ranks) -> Measured:
     """Figures of one target on one file."""
-    target, config = _prepare(name, data, overrides)
+    target, config = prepare(name, data, overrides)
     rows = open_set(config, data, ranks, require_labels=True)
     wrapped = open_target(target, config, ranks)
     progress = count_progress(f"measuring {name}", enabled=ranks.is_main)
@@ -56,7 +54,7 @@ def measure_target(
     tuned = measure_one(name, data, overrides, ranks)
     if against is None:
         return tuned.report
-    base = measure_one(against, data, _same_prompt(name, overrides), ranks)
+    base = measure_one(against, data, same_prompt(name, overrides), ranks)
     out = {**tuned.report, "against": base.report}
     if tuned.ranking is not None and base.ranking is not None:
         out["difference"] = {
@@ -64,37 +62,6 @@ def measure_target(
             for metric, d in paired_difference(base.ranking, tuned.ranking).items()
         }
     return out
-
-
-def _same_prompt(name: str, overrides: Sequence[str]) -> list[str]:
-    """The base is asked with the tuned model's template and pixel limits, so that only the weights differ."""
-    return [*write_words(find_target(name).facts, overrides), *overrides]
-
-
-def write_lines(name: str, data: str, overrides: Sequence[str], out: Path, ranks: Ranks, *, task: str) -> int:
-    """Write what `score` or `generate` gives, a line per document or row; returns how many."""
-    if out.exists():
-        raise UsageError(f"--out {out} exists", why="nothing is overwritten", remedy="Remove it or name another file")
-    if not out.parent.is_dir():
-        raise UsageError(f"--out {out} cannot be written", why=f"there is no folder {out.parent}", remedy="Make it")
-    target, config = _prepare(name, data, overrides, task)
-    rows = open_set(config, data, ranks, require_labels=False)
-    wrapped = open_target(target, config, ranks)
-    progress = count_progress(f"reading with {name}", enabled=ranks.is_main)
-    how = how_to_measure(config, ranks.device)
-    if task == "rerank":
-        lines = [
-            {"query_id": rows.index.rows[row].id, "doc_id": doc, "score": value}
-            for row, docs, values in score_set(wrapped, rows, ranks, how, progress).groups
-            for doc, value in zip(docs, values, strict=True)
-        ]
-    else:
-        lines = [{"id": i, "text": t} for i, t, _, _ in generate_set(wrapped, rows, ranks, how, progress)]
-    if ranks.is_main:
-        part = out.with_name(f".{out.name}.part")
-        part.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
-        part.replace(out)
-    return len(lines)
 
 
 def format_report(report: dict[str, Any]) -> str:
@@ -116,4 +83,7 @@ def format_report(report: dict[str, Any]) -> str:
         for value, part in values.items():
             figures = "  ".join(f"{k} {v:.4f}" for k, v in part["metrics"].items())
             lines.append(f"{field}={value} ({part.get('queries', part.get('rows'))}): {figures}")
+    judged = report.get("json", {"accuracy": {}, "problems": []})
+    lines += [f"field {name}: {share:.4f}" for name, share in judged["accuracy"].items()]
+    lines += [f"{said['id']}: {said['problem']}" for said in judged["problems"]]
     return "\n".join(lines + [f"warning: {w}" for w in report.get("warnings", ())])

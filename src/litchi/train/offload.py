@@ -105,6 +105,13 @@ def state_like(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
     return optimizer.copies[parameter] if isinstance(optimizer, OffloadedOptimizer) else parameter
 
 
+def make_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """The state of a parameter before its first step, where it is not just shaped like the parameter; else nothing."""
+    inner = optimizer.inner if isinstance(optimizer, OffloadedOptimizer) else optimizer
+    make = getattr(inner, "make_state", None)
+    return {} if make is None else make(state_like(optimizer, parameter))
+
+
 def _room_like(parameter: Tensor) -> Tensor:
     """Room in the machine's memory, sharded as the parameter is; page-locked where a GPU copies into it."""
     return torch.empty_like(parameter, device="cpu", requires_grad=False, pin_memory=parameter.device.type == "cuda")

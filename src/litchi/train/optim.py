@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from litchi.model.family import Family
+from litchi.model.tokens import is_new_row
+from litchi.train.adam8bit import AdamW8bit
 from litchi.train.offload import OffloadedOptimizer
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ def build_optimizer(model: nn.Module, family: Family, config: Config, *, prefix:
             continue
         name = name[name.index(prefix) + len(prefix) :]
         part = family.part_of(name.replace(".base_layer", "").split(".lora_")[0])
-        still = name == f"{family.embedding}.weight" or (part == "head" and config.task == "rerank")
+        still = name == f"{family.embedding}.weight" or is_new_row(name) or (part == "head" and config.task == "rerank")
         decays = parameter.ndim > 1 and not still
         groups.setdefault((part, decays), []).append(parameter)
     settings = config.optim
@@ -69,6 +71,8 @@ def build_optimizer(model: nn.Module, family: Family, config: Config, *, prefix:
     def make(params: list[dict[str, Any]]) -> torch.optim.Optimizer:
         if settings.name == "sgd":
             return torch.optim.SGD(params, lr=settings.lr, foreach=each)
+        if settings.name == "adamw8bit":
+            return AdamW8bit(params, lr=settings.lr, betas=settings.betas)
         return torch.optim.AdamW(params, lr=settings.lr, betas=settings.betas, foreach=each, fused=meshes == {None})
 
     return OffloadedOptimizer(params, make) if config.train.offload == "optimizer" else make(params)

@@ -66,6 +66,7 @@ class Saver:
         facts: Mapping[str, Any],
         *,
         beside: Sequence[Path] = (),
+        add: Callable[[Path], None] = lambda folder: None,
         after: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin to save the state as it is now.
@@ -74,6 +75,7 @@ class Saver:
             optimizer: None: weights alone, from which nothing can be resumed.
             facts: what travels along: settings, pixel limits, template, journal.
             beside: files of the run that must be on the disk before the checkpoint counts.
+            add: puts further files into its folder.
             after: what rank 0 does when it counts, such as rotation.
 
         Raises:
@@ -84,7 +86,7 @@ class Saver:
         state = trainable_state(model) | ({} if optimizer is None else optimizer_state(model, optimizer))
         self._stage(dict(sorted(state.items())))  # equal states give equal files
         body = {"step": step, "ranks": self.ranks.world, "weights_only": optimizer is None, **facts}
-        writer = ShardWriter(place_of(self.run, step), body, beside=beside, after=after)
+        writer = ShardWriter(place_of(self.run, step), body, beside=beside, add=add, after=after)
         waited = time.perf_counter() - start
         self.newest = step
         self.thread = threading.Thread(

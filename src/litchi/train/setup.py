@@ -32,6 +32,7 @@ from litchi.model.flops import read_costs
 from litchi.model.forward import LitchiModel
 from litchi.model.kernels import choose_kernels
 from litchi.model.sizes import check_axes
+from litchi.model.tokens import check_rows, release_rows
 from litchi.parallel.apply import COMPUTE, Wrapped, apply_parallel
 from litchi.parallel.mesh import Layout, choose_layout
 from litchi.parallel.placement import Placement, find_devices, list_units, plan_placement, spread_model
@@ -39,6 +40,7 @@ from litchi.train.checkpoint import Checkpoint
 from litchi.train.durable import FolderLock, on_main, replace_file
 from litchi.train.export import identify_base
 from litchi.train.features import open_features, prepare_features
+from litchi.train.forecast import Outlook, look_out, take_auto
 from litchi.train.journal import Journal
 from litchi.train.largest import MEASURED
 from litchi.train.losses import cutting, make_loss
@@ -68,6 +70,7 @@ class Run:
     trainer: Trainer
     origin: dict[str, Any]
     journal: Journal
+    outlook: Outlook | None = None
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -78,7 +81,7 @@ class Run:
             "base": identify_base(self.config.model.path),
             "template": self.config.data.template if self.config.task == "rerank" else "chat",
             "instruction": self.config.data.instruction,
-            "pixels": {"min": spec.min_pixels, "max": spec.max_pixels},
+            "pixels": {"min": spec.min_pixels, "max": spec.max_pixels, **self.config.data.pixels.by_detail},
             "wrapper": self.wrapped.wrapper,
             "settings": self.config.model_dump(mode="json"),
             "numbers": self.config.numbers(),
@@ -119,9 +122,16 @@ def prepare_run(
     step = resumed.step if resumed else None
     journal = Journal.resume(folder, ranks, step=step, carried=carried)
     lowered = obey_requests(folder, ranks, journal, resumed=step)
-    chosen = choose_settings(config, ranks.device, journal)
+    outlook = look_out(config, read_config(base), corpus, ranks)
+    config, most = take_auto(config, outlook, ranks, journal)
+    chosen = choose_settings(config, ranks.device, journal, most)
     precision = choose_precision(chosen.train.precision, ranks.device)
-    loaded = build_model(base, dtype=choose_dtype(chosen, ranks.device), quantize=config.model.quantize)
+    loaded = build_model(
+        base,
+        dtype=choose_dtype(chosen, ranks.device),
+        quantize=config.model.quantize,
+        new_tokens=config.model.new_tokens,
+    )
     epochs = _epoch_plan(config, corpus)
     wrapped = build_wrapped(
         config, loaded, corpus.renderers[0].processor, ranks, precision, adapter=_path(config.model.adapter)
@@ -163,22 +173,27 @@ def prepare_run(
         lowered=lowered,
         costs=costs.without_pictures() if config.train.features == "precompute" else costs,
     )
-    run = Run(config, ranks, folder, run_log, plan, eval_sets, derived, loaded, wrapped, trainer, origin, journal)
+    run = Run(
+        config, ranks, folder, run_log, plan, eval_sets, derived, loaded, wrapped, trainer, origin, journal, outlook
+    )
     _describe(run, first=resumed.step + 1 if resumed else 1)
     prepare_features(config, wrapped, ranks, plan, eval_sets, run_log.say)
     return run
 
 
-def choose_settings(config: Config, device: torch.device, journal: Journal) -> Config:
+def choose_settings(config: Config, device: torch.device, journal: Journal, most: int | None = None) -> Config:
     """The settings with what `auto` stands for: as the run has journalled it, else as this machine suggests.
 
     So a run that goes on elsewhere computes as it began.
+
+    Args:
+        most: tokens of a micro-batch that the planner gives room to.
     """
     auto: dict[str, Any] = {}
     if config.train.precision == "auto":
         auto["precision"] = choose_precision("auto", device)
     if config.train.micro_batch_tokens is None:
-        auto["micro_batch_tokens"] = resolve_micro_batch_tokens(config, device.type)
+        auto["micro_batch_tokens"] = most or resolve_micro_batch_tokens(config, device.type)
     if config.model.dtype == "auto":
         auto["dtype"] = str(choose_dtype(config, device)).removeprefix("torch.")
     if auto:
@@ -287,6 +302,8 @@ def build_wrapped(
         load_adapter(loaded, adapter)
     if training:
         apply_trainable(loaded, config.trainable)
+        release_rows(loaded.hf, loaded.family, rerank=config.task == "rerank")
+    check_rows(loaded, stages=config.parallel.pp, head=config.trainable.head.mode)
     layout = _find_layout(config, loaded, ranks)
     choose_kernels(config.model.attention, ranks.device, COMPUTE[precision])
     score_loss, _ = make_loss(config.loss)

@@ -120,6 +120,7 @@ class ShardWriter(StorageWriter):
         place: the folder it becomes.
         body: the rest of the manifest.
         beside: files of the run that must be on the disk before the checkpoint counts.
+        add: puts files that are nobody's state into the folder, on the first rank.
         after: what the first rank does when it does, with the others hearing of its errors.
     """
 
@@ -129,9 +130,10 @@ class ShardWriter(StorageWriter):
         body: Mapping[str, Any],
         *,
         beside: Sequence[Path] = (),
+        add: Callable[[Path], None] = lambda folder: None,
         after: Callable[[], None] = lambda: None,
     ):
-        self.place, self.body, self.beside, self.after = place, body, beside, after
+        self.place, self.body, self.beside, self.add, self.after = place, body, beside, add, after
         self.part = hidden(place, "part")
         self.rank = 0
         self.bytes = 0
@@ -174,11 +176,12 @@ class ShardWriter(StorageWriter):
         state = sorted(metadata.state_dict_metadata.items())
         table = {name: _describe(name, entry, where) for name, entry in state}
         write_json(self.part / TABLE, table)
+        self.add(self.part)
         sizes = {r.storage_data.file: {"bytes": r.storage_data.bytes, "sha256": r.storage_data.sha256} for r in found}
-        text = self.part / TABLE
-        for file in self.beside:
+        rest = [path for path in self.part.iterdir() if path.name not in sizes]
+        for file in (*self.beside, *rest):
             sync_file(file)
-        sizes[TABLE] = {"bytes": text.stat().st_size, "sha256": hash_file(text)}
+        sizes |= {path.name: {"bytes": path.stat().st_size, "sha256": hash_file(path)} for path in rest}
         tensors = {name: {"shape": entry["shape"], "dtype": entry["dtype"]} for name, entry in table.items()}
         body = {**self.body, "tensors": tensors, "files": dict(sorted(sizes.items()))}
         write_json(self.part / MANIFEST, {**body, SELF: hash_json(body)})

@@ -22,6 +22,8 @@ from litchi.train.checkpoint import Checkpoint, list_checkpoints, load_checkpoin
 from litchi.train.export import MANIFEST
 from litchi.train.setup import build_wrapped, choose_dtype, choose_precision
 
+VIDEO_FACTS = ("fps", "min_frames", "max_frames", "pixels", "detail")
+
 
 @dataclass(frozen=True)
 class Target:
@@ -51,13 +53,12 @@ class Target:
             "task": self.manifest["task"],
             "loss": settings["loss"],
             "data.instruction": self.manifest["instruction"],
-            "data.pixels.min": self.manifest["pixels"]["min"],
-            "data.pixels.max": self.manifest["pixels"]["max"],
             "data.window": settings["data"]["window"],
             "train.precision": settings["train"]["precision"],
         }
+        facts |= {f"data.pixels.{key}": value for key, value in self.manifest["pixels"].items()}
         video = settings["data"].get("video") or {}  # runs of before have none
-        facts |= {f"data.video.{key}": video.get(key) for key in ("fps", "min_frames", "max_frames", "pixels")}
+        facts |= {f"data.video.{key}": video.get(key) for key in VIDEO_FACTS}
         facts |= {f"data.video.frame_pixels.{key}": value for key, value in video.get("frame_pixels", {}).items()}
         if self.manifest["task"] == "rerank":
             facts["data.template"] = self.manifest["template"]
@@ -112,6 +113,11 @@ def write_words(settings: Mapping[str, Any], overrides: Sequence[str]) -> list[s
     ]
 
 
+def same_prompt(name: str, overrides: Sequence[str]) -> list[str]:
+    """Words to ask another model with a target's template and pixel limits, so that only the weights differ."""
+    return [*write_words(find_target(name).facts, overrides), *overrides]
+
+
 def target_config(target: Target, overrides: Sequence[str], *, task: str | None = None) -> Config:
     """Settings to open a target with: what travels with it, then the command line.
 
@@ -119,6 +125,9 @@ def target_config(target: Target, overrides: Sequence[str], *, task: str | None 
         task: what the data says the task is, where neither the target nor the command line says so.
     """
     settings = {"model.path": target.base, "task": task, **target.facts}
+    if target.adapter is not None and target.facts:
+        known = (target.manifest or {})["settings"].get("model", {})
+        settings |= {"model.new_tokens": known.get("new_tokens", [])}
     if target.checkpoint is not None:
         settings |= _model_settings(target.checkpoint.manifest["settings"])
     return load_config(None, [*write_words(settings, overrides), *overrides], need=("model.path",))
@@ -128,14 +137,19 @@ def _model_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What made the model of a checkpoint's run: its tensors only fit one with the same parts and LoRA layers."""
     trainable = settings["trainable"]
     parts = {f"trainable.{name}": trainable[name]["mode"] for name in PARTS}
-    made = {f"model.{name}": settings["model"][name] for name in ("adapter", "dtype", "quantize")}
+    made = {f"model.{name}": settings["model"].get(name) for name in ("adapter", "dtype", "quantize", "new_tokens")}
     return {**parts, "trainable.lora": trainable["lora"], **{k: v for k, v in made.items() if v is not None}}
 
 
 def open_target(target: Target, config: Config, ranks: Ranks) -> Wrapped:
     """Load the model of a target, ready to be measured."""
     folder = resolve_model(config.model.path, first=ranks.local_rank == 0, wait=barrier)
-    loaded = build_model(folder, dtype=choose_dtype(config, ranks.device), quantize=config.model.quantize)
+    loaded = build_model(
+        folder,
+        dtype=choose_dtype(config, ranks.device),
+        quantize=config.model.quantize,
+        new_tokens=config.model.new_tokens,
+    )
     processor = make_renderer(config, load_processor(folder), ".").processor
     precision = choose_precision(config.train.precision, ranks.device)
     adapter = target.adapter if config.model.adapter is None else Path(config.model.adapter)

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
 import torch
 
-from litchi.config import METRICS, Config, resolve_micro_batch_tokens
-from litchi.evaluate.ranking import DEFAULT_METRICS
+from litchi.config import Config, resolve_micro_batch_tokens
+from litchi.errors import UsageError
+from litchi.evaluate import ranking, text
+from litchi.evaluate.json_answers import JsonRules, load_schema
 from litchi.evaluate.run import Measure
 from litchi.train.losses import make_loss
 from litchi.train.metrics import read_lines
 
 
 def how_to_measure(config: Config, device: torch.device) -> Measure:
-    """The same in a run and in `litchi evaluate`; what decides the best checkpoint is always measured."""
+    """The same in a run and in `litchi evaluate`; what decides the best checkpoint is always measured.
+
+    Raises:
+        UsageError: the schema for answers cannot be used, or nothing uses it.
+    """
     names, best = config.eval.metrics, config.train.best
     if best not in (None, "loss"):
-        usual = METRICS[config.task] if config.task == "chat" else DEFAULT_METRICS
+        usual = text.DEFAULT_METRICS if config.task == "chat" else ranking.DEFAULT_METRICS
         names = tuple(dict.fromkeys([*(names or usual), best]))
     return Measure(
         metrics=names,
@@ -27,7 +34,18 @@ def how_to_measure(config: Config, device: torch.device) -> Measure:
         micro_batch_tokens=resolve_micro_batch_tokens(config, device.type),
         generate=config.parallel.cp == config.parallel.pp == 1,
         count_units=make_loss(config.loss)[1],
+        rules=_json_rules(config, names or ()),
     )
+
+
+def _json_rules(config: Config, names: Sequence[str]) -> JsonRules:
+    path = config.eval.json_schema
+    if path is None and "json_schema" in names:
+        raise UsageError("the metric json_schema needs a schema", remedy="Add eval.json_schema=FILE")
+    if path is not None and not any(name.startswith("json_") for name in names):
+        why = "no metric of eval.metrics begins with json_"
+        raise UsageError(f"eval.json_schema={path} is used by nothing", why=why, remedy="Add json_schema to them")
+    return JsonRules(None if path is None else load_schema(path), config.eval.json_tolerance)
 
 
 class BestWatch:

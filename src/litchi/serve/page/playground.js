@@ -11,6 +11,7 @@ const WORDS = {
     none: "Add a document first.", empty: "Type a query or choose a picture.",
     took: (n, ms) => `${n} documents in ${ms} ms`, unreached: "The server cannot be reached",
     ranked: "Ranked.", notPicture: "is not a picture", answered: ms => `${ms} ms`,
+    moved: (n, model) => `${Math.abs(n)} ${Math.abs(n) === 1 ? "place" : "places"} ${n > 0 ? "above" : "below"} ${model}'s`,
   },
   zh: {
     otherLanguage: "English: 切换到英文", key: "API 密钥", useKey: "使用此密钥", rank: "排序", query: "查询",
@@ -21,6 +22,7 @@ const WORDS = {
     none: "请先添加文档。", empty: "请输入查询或选择图片。",
     took: (n, ms) => `${n} 个文档，${ms} 毫秒`, unreached: "无法连接服务器",
     ranked: "已排序。", notPicture: "不是图片", answered: ms => `${ms} 毫秒`,
+    moved: (n, model) => `比 ${model} 的名次${n > 0 ? "高" : "低"} ${Math.abs(n)} 位`,
   },
 };
 const at = id => document.getElementById(id);
@@ -196,12 +198,25 @@ at("rank-form").addEventListener("submit", async event => {
   }
   showRanking();
 });
+// With a second model beside it: how many places higher the first one has a document.
+function moved(result, place) {
+  const [, base] = state.answers;
+  const up = base.results.findIndex(other => other.index === result.index) - place;
+  if (!up) return [];
+  const mark = make("span", "moved", `${up > 0 ? "▲" : "▼"} ${Math.abs(up)}`);
+  mark.setAttribute("role", "img");
+  mark.setAttribute("aria-label", say("moved")(up, base.model));
+  return [mark];
+}
 function showRanking() {
-  at("results").replaceChildren(...(state.answers || []).map(answer => {
-    const list = make("ol", "ranked", ...answer.results.map(result => {
+  at("results").replaceChildren(...(state.answers || []).map((answer, number, all) => {
+    const logits = answer.results.map(result => result.logit), low = Math.min(...logits), high = Math.max(...logits);
+    const list = make("ol", "ranked", ...answer.results.map((result, place) => {
       const bar = make("div", "bar"), score = result.relevance_score;
-      bar.style.width = `${100 * score}%`;
-      const numbers = make("div", "score", `${say("score")} ${score.toFixed(4)} (${result.logit.toFixed(2)})`);
+      bar.style.width = `${high > low ? 2 + 98 * (result.logit - low) / (high - low) : 100}%`;  // scores may all be near 0
+      const shownScore = score < 0.001 ? score.toExponential(1) : score.toFixed(3);
+      const said = make("span", "", `${say("score")} ${shownScore} (${result.logit.toFixed(2)})`);
+      const numbers = make("div", "score", said, ...(all.length === 2 && !number ? moved(result, place) : []));
       return make("li", "", shown(answer.documents[result.index]), make("div", "", numbers, make("div", "track", bar)));
     }));
     const took = make("p", "quiet", say("took")(answer.results.length, answer.ms));

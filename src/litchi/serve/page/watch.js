@@ -7,8 +7,8 @@ const WORDS = {
     memory: "Peak memory, GiB (largest rank)", evaluations: "Evaluations", events: "Events", quarantine: "Skipped samples",
     none: "None.", running: "running", finished: "finished", quiet: "quiet", starting: "starting", step: "step",
     left: t => `${t} left`, last: t => `last line ${t} ago`, taken: t => `As of ${t}.`, thinned: n => `Every ${n}th step is shown.`,
-    leftOut: n => `${n} updates left out (points)`, unreadable: n => `${n} lines cannot be read`, name: "name",
-    rows: (n, all) => n < all ? `The last ${n} of ${all}:` : `${all}:`, unreached: "litchi watch does not answer; still trying.",
+    leftOut: n => `Updates left out (points): ${n}.`, unreadable: n => `Lines that cannot be read: ${n}.`, name: "name",
+    rows: (n, all) => n < all ? `The last ${n} of ${all}` : `${all} in all`, unreached: "litchi watch does not answer; still trying.",
     otherLanguage: "中文: switch to Chinese",
   },
   zh: {
@@ -17,7 +17,7 @@ const WORDS = {
     none: "无。", running: "运行中", finished: "已完成", quiet: "无输出", starting: "启动中", step: "步",
     left: t => `剩余 ${t}`, last: t => `上一行在 ${t} 前`, taken: t => `截至 ${t}。`, thinned: n => `每 ${n} 步显示一步。`,
     leftOut: n => `${n} 次更新被略过（圆点）`, unreadable: n => `${n} 行无法读取`, name: "名称",
-    rows: (n, all) => n < all ? `共 ${all} 条，最后 ${n} 条：` : `${all} 条：`, unreached: "litchi watch 没有应答，仍在尝试。",
+    rows: (n, all) => n < all ? `共 ${all} 条，最后 ${n} 条` : `共 ${all} 条`, unreached: "litchi watch 没有应答，仍在尝试。",
     otherLanguage: "English: 切换到英文",
   },
 };
