@@ -42,7 +42,7 @@ def measure(ranks: Ranks, target: str, data: str, *words: str) -> dict[str, floa
 
 
 def generate(ranks: Ranks, target: str, data: str, out: str, *words: str) -> int:
-    return write_lines(target, data, words, Path(out), ranks, task="chat")
+    return write_lines(target, data, words, Path(out), ranks, task="chat").lines
 
 
 KINDS = {"train": train, "measure": measure, "generate": generate}
