@@ -44,10 +44,12 @@ def test_the_commands_of_the_readme_run(tmp_path):
     assert {c[1] for c in COMMANDS if c[0] == "litchi"} >= {"data", "train", "evaluate", "score", "generate", "export"}
     for command in COMMANDS:
         prepare_rows(tmp_path, task_of(command))
+        if command[1] == "data" and command[2] != "check":
+            rows = [{"query": f"item {n}", "pos_doc": f"a {n}", "neg_docs": [f"no {n}"]} for n in range(10)]
+            runs.write_rows(tmp_path / "train.jsonl", rows)  # that share nothing
+            (tmp_path / "theirs.json").write_text(json.dumps(rows), encoding="utf-8")
         if command[1:3] == ["data", "convert"]:  # which overwrites nothing
-            rows = runs.read_rows(tmp_path / command[4])
-            (tmp_path / command[3]).write_text(json.dumps(rows), encoding="utf-8")
-            (tmp_path / command[4]).unlink()
+            (tmp_path / "train.jsonl").unlink()
         done = subprocess.run(as_run_here(command), cwd=tmp_path, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr[-2000:]}"
 
