@@ -59,7 +59,7 @@ def of_heap(events):
     return found
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it follows the malloc of glibc, which Linux has")
 def test_a_heap_holds_what_malloc_holds():
     """Mapped at first, in the heap once a larger one was freed; holes of the same size left, two as one taken."""
     events = [("large", 20 * MB), ("large", 0)] + [(n, 4 * MB) for n in range(8)]
