@@ -28,7 +28,6 @@ from litchi.scale.selfcheck import (
     LAYOUTS,
     MANY,
     QUICK,
-    SAME,
     STEPS,
     TASKS,
     TRAINED,
@@ -38,6 +37,7 @@ from litchi.scale.selfcheck import (
     compare,
     fill_table,
     format_lines,
+    limit_of,
     list_jobs,
     run_jobs,
     write_rows,
@@ -66,7 +66,7 @@ def run_table(folder, world, kinds=None):
     """{job: what it gave} for the layouts of a number of ranks and for one process."""
     write_rows(folder)
     listed = [job for job in list_jobs(max(world, MANY)) if kinds is None or (job.trained, job.task) in kinds]
-    listed = [job for job in listed if job.precision == "fp32" or kinds is None]
+    listed = [job for job in listed if job.precision in ("fp32", "fp64") or kinds is None]
     alone = [job for job in listed if job.layout == "one"]
     jobs = [job for job in listed if job.ranks == world]
     running = [
@@ -87,7 +87,7 @@ def check_table(table):
     for job, ran in table.items():
         alone = table[replace(job, layout="one")]
         assert len(ran.losses) == STEPS and min(alone.norms) > 0.01 and alone.losses[0] != alone.losses[-1]
-        line = compare(job, table, SAME["bf16" if job.precision == "bf16" else "cpu"])
+        line = compare(job, table, limit_of(job.precision, "cpu"))
         if not line.passed:
             wrong.append(str(line))
         if job.layout != "one":
@@ -126,6 +126,8 @@ def test_a_difference_is_the_largest_of_any_step():
     rough = {replace(one, precision="bf16"): value for one, value in ran.items()}
     line = compare(replace(job, precision="bf16"), rough, 1e-6)
     assert line.precision == "bf16" and line.norm == pytest.approx(2e-5) and not line.passed
+    exact = {replace(one, precision="fp64"): value for one, value in ran.items()}
+    assert not compare(replace(job, precision="fp64"), exact, 1e-5).passed, "norms may differ as little as losses"
     assert not compare(job, {**ran, job: Ran([2.0, math.nan], [4.0, 4.0], "none")}, 1.0).passed
 
 
@@ -137,8 +139,8 @@ def test_the_table_marks_what_differs_and_leaves_out_what_was_not_run():
     ]
     head, _, tp, ddp = format_lines(lines).splitlines()
     assert head == "| layout | ranks | wrapper | full, chat | LoRA, rerank |"
-    assert tp == "| TP 2 | 2 | none | 3e-06 **no** |  |"
-    assert ddp == "| DDP 2 | 2 | DDP | 1e-07 | 0e+00 |"
+    assert tp == "| TP 2 | 2 | none | 3e-06, 1e-06 **no** |  |"
+    assert ddp == "| DDP 2 | 2 | DDP | 1e-07, 1e-06 | 0e+00, 0e+00 |"
     page = fill_table("a\n<!-- layouts:begin -->\nold\n<!-- layouts:end -->\nb\n", lines, "note")
     assert page.startswith("a\n<!-- layouts:begin -->\n\nnote\n\n| layout") and "old" not in page
     assert page.endswith("\n<!-- layouts:end -->\nb\n") and fill_table(page, lines, "note") == page
@@ -158,7 +160,12 @@ def test_jobs_cover_every_layout_and_every_kind_of_training():
     few = list_jobs(2)
     assert {job.trained for job in few} == set(TRAINED) and len(few) < len([job for job in jobs if job.ranks <= 2])
     assert {(job.trained, job.task) for job in list_jobs(8, quick=True)} == set(QUICK)
-    assert not [job for job in jobs if "nf4" in job.trained and "TP" in job.layout]
+    assert not [job for job in jobs if "nf4" in job.trained and ("TP" in job.layout or job.precision == "fp64")]
+    exact = [job for job in jobs if job.precision == "fp64"]
+    assert {job.layout for job in exact} == {"one", *LAYOUTS} and limit_of("fp64", "cpu") < 1e-9 < limit_of(
+        "fp32", "cpu"
+    )
+    assert {(j.trained, j.task) for j in few if j.precision == "fp64"} == set(QUICK)
     assert all(replace(job, layout="one") in jobs for job in jobs)
 
 

@@ -21,12 +21,12 @@ from litchi.train.checkpoint import list_checkpoints
 
 def test_a_new_checkpoint_renews_the_restarts():
     budget = Budget(3, reached=0)
-    assert [budget.take(0) for _ in range(4)] == [1, 2, 4, None]
-    assert budget.take(10) == 1 and budget.take(10) == 2 and budget.take(9) == 4, "going back is no progress"
-    assert budget.take(9) is None and budget.take(11) == 1
+    assert [budget.take(0) for _ in range(4)] == [0, 1, 2, None]
+    assert budget.take(10) == 0 and budget.take(10) == 1 and budget.take(9) == 2, "going back is no progress"
+    assert budget.take(9) is None and budget.take(11) == 0
     assert Budget(0, reached=0).take(5) is None
     many = Budget(10, reached=0)
-    assert [many.take(0) for _ in range(10)][-4:] == [60] * 4
+    assert [many.take(0) for _ in range(10)][-4:] == [32, 60, 60, 60]
 
 
 def test_an_error_is_never_started_again():

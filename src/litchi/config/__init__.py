@@ -223,9 +223,8 @@ def _conflicts(config: Config, *, training: bool) -> Iterator[_Problem]:
     if config.model.placement == "spread":
         yield from _placement_conflicts(config)
     parts = {name: config.trainable.model_dump()[name] for name in ("vision", "merger", "language", "head")}
-    for name, part in parts.items():
+    for key, part in ((f"trainable.{name}", part) for name, part in parts.items()):
         if part["mode"] == "frozen" and part["lr"] is not None:
-            key = f"trainable.{name}"
             yield _Problem(f"{key} is frozen: it takes no lr", (key,))
     if config.model.quantize != "none":
         held = f"model.quantize is {config.model.quantize}"
@@ -235,6 +234,8 @@ def _conflicts(config: Config, *, training: bool) -> Iterator[_Problem]:
         if config.parallel.tp > 1:
             text = f"{held}: packed weights cannot be cut by parallel.tp. Use parallel.dp_shard"
             yield _Problem(text, ("parallel.tp", "model.quantize"))
+        if config.train.precision == "fp64":
+            yield _Problem(f"{held}: not computed in fp64. Use fp32", ("train.precision", "model.quantize"))
     if config.trainable.lora.variant == "dora" and config.parallel.tp > 1:
         text = "trainable.lora.variant is dora: the norm of a weight's row is not known where parallel.tp cuts rows"
         yield _Problem(f"{text}. Use parallel.dp_shard", ("trainable.lora.variant", "parallel.tp"))

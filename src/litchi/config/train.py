@@ -43,8 +43,9 @@ class Train(Section):
     """Tokens a rank takes at once; `auto`: as many as fit, at most 65536 on a GPU and 8192 on CPU (measured before the
     first step, on CPU only under a memory limit). A larger sample goes alone; a larger group is cut into pieces, with
     the loss and gradient of the whole. Where memory runs out all the same it is lowered."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """What is computed in; `auto`: bf16 on a GPU that can, fp32 on CPU."""
+    precision: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
+    """What is computed in; `auto`: bf16 on a GPU that can, fp32 on CPU. fp64, of weights too, is slow: it tells
+    rounding from mistakes."""
     seed: Annotated[int, Ge(0)] = 0
     """Where order, negatives, dropout and new weights come from."""
     deterministic: bool = False

@@ -22,6 +22,7 @@ from litchi.errors import UsageError
 from litchi.model.build import Loaded
 from litchi.model.dora import MAGNITUDE, add_magnitudes, first_magnitude
 from litchi.model.family import PARTS, Family
+from litchi.model.precision import widen
 from litchi.model.tokens import ROWS, is_new_row
 from litchi.model.weights import (
     Slices,
@@ -122,7 +123,7 @@ def add_lora(loaded: Loaded, parts: list[str], lora: Lora) -> None:
         target_modules="|".join(re.escape(t) for t in targets),  # a regular expression over whole paths
     )
     _inject(config, loaded.hf)
-    device = _device(loaded.hf)
+    device = _of_base(loaded.hf).device
     if device.type != "meta":
         fill_lora(loaded.hf, torch.initial_seed(), device)
 
@@ -136,14 +137,15 @@ def _inject(config: Any, hf: nn.Module) -> None:
     config.use_dora = hf.peft_config[ADAPTER].use_dora = dora  # type: ignore[union-attr,index]
     if dora:
         add_magnitudes(hf, ADAPTER)
+    wide = widen(torch.empty(0, dtype=_of_base(hf).dtype)).dtype  # small and trained: fp32 beside a bf16 base
     for name, parameter in hf.named_parameters():
         if is_adapter_tensor(name):
-            parameter.data = parameter.data.float()  # small and trained: full precision beside a bf16 base
+            parameter.data = parameter.data.to(wide)
 
 
-def _device(hf: nn.Module) -> torch.device:
-    """Of the base."""
-    return next(p.device for name, p in hf.named_parameters() if not is_adapter_tensor(name))
+def _of_base(hf: nn.Module) -> nn.Parameter:
+    """A parameter of the base, for its device and type."""
+    return next(p for name, p in hf.named_parameters() if not is_adapter_tensor(name))
 
 
 def fill_lora(hf: nn.Module, seed: int, device: torch.device) -> None:
@@ -274,7 +276,7 @@ def load_adapter(loaded: Loaded, folder: Path) -> None:
             remedy="Give the model it was trained on (model.path)",
         )
     loaded.hf.requires_grad_(False)
-    device = _device(loaded.hf)
+    device = _of_base(loaded.hf).device
     if device.type != "meta":
         fill_adapter(loaded.hf, folder, device)
 

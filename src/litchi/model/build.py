@@ -26,7 +26,7 @@ from litchi.model.vision import mark_windowed
 from litchi.model.weights import load_weights, match_weights
 
 BUILTIN = "builtin:tiny"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass

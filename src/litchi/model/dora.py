@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from litchi.model.precision import widen
 from litchi.model.quantize import PackedLinear, weight_of
 
 MAGNITUDE = ".lora_magnitude_vector."
@@ -47,8 +48,8 @@ def find_gain(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Ten
     The length it has is held constant, as in section 4.3 of the paper: it has no gradient.
     """
     with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-        length = torch.linalg.vector_norm(weight + scale * (b.float() @ a.float()), dim=1)
-    return magnitude.float() / length
+        length = torch.linalg.vector_norm(weight + scale * (widen(b) @ widen(a)), dim=1)
+    return widen(magnitude) / length
 
 
 def add_magnitudes(hf: nn.Module, adapter: str) -> None:
@@ -70,4 +71,4 @@ def first_magnitude(layer: Any, part: tuple[slice, ...]) -> Tensor:
         assert base.norms is not None, "norms are kept while the weight is packed"
         return base.norms[part]
     local = base.weight.to_local() if isinstance(base.weight, DTensor) else base.weight  # cut as the magnitudes are
-    return torch.linalg.vector_norm(local.detach().float(), dim=1)
+    return torch.linalg.vector_norm(widen(local.detach()), dim=1)

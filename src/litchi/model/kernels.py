@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from litchi.errors import MachineError
+from litchi.model.precision import widen
 from litchi.model.spans import Piece, Pieces
 
 # ------------------------------------------------------------------------------------------------ piece by piece
@@ -28,7 +29,7 @@ def _cut(x: Tensor, start: int, end: int, count: int) -> Tensor:
 
 
 def _flash_block(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """One block on the CPU: output [n, Hq, L, D], log-sum-exp fp32 [n, Hq, L]."""
+    """One block on the CPU: output [n, Hq, L, D], log-sum-exp [n, Hq, L], fp32 at least."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
 
 
@@ -38,7 +39,7 @@ def _flash_block_backward(grad, q, k, v, out, lse, causal: bool, scale: float):
 
 
 def _math_scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    scores = q.float() @ k.float().repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2) * scale
+    scores = widen(q) @ widen(k).repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2) * scale
     if causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
     return scores
@@ -47,17 +48,17 @@ def _math_scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
 def _math_block(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """The definition, for fp32 on CUDA, where no flash kernel exists, and for the tests."""
     scores = _math_scores(q, k, causal, scale)
-    values = v.float().repeat_interleave(q.shape[1] // v.shape[1], 1)
+    values = widen(v).repeat_interleave(q.shape[1] // v.shape[1], 1)
     return (scores.softmax(-1) @ values).to(q.dtype), scores.logsumexp(-1)
 
 
 def _math_block_backward(grad, q, k, v, out, lse, causal: bool, scale: float):
     group = q.shape[1] // k.shape[1]
     weight = (_math_scores(q, k, causal, scale) - lse[..., None]).exp()
-    g, values, keys = grad.float(), v.float().repeat_interleave(group, 1), k.float().repeat_interleave(group, 1)
-    delta = (g * out.float()).sum(-1, keepdim=True)
+    g, values, keys = widen(grad), widen(v).repeat_interleave(group, 1), widen(k).repeat_interleave(group, 1)
+    delta = (g * widen(out)).sum(-1, keepdim=True)
     ds = weight * (g @ values.transpose(-1, -2) - delta) * scale
-    dk, dv = ds.transpose(-1, -2) @ q.float(), weight.transpose(-1, -2) @ g
+    dk, dv = ds.transpose(-1, -2) @ widen(q), weight.transpose(-1, -2) @ g
     dk, dv = (t.unflatten(1, (-1, group)).sum(2) for t in (dk, dv))
     return (ds @ keys).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
@@ -75,7 +76,7 @@ def pieces_forward(
         output [T, Hq, D] in q's dtype and log-sum-exp fp32 [T, Hq].
     """
     out = q.new_empty(q.shape)  # contiguous, as what comes behind attention wants it
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    lse = widen(q.new_empty(q.shape[:2]))
     for p in pieces:
         query, key = (p.q0, p.q1, p.count), (p.k0, p.k1, p.count)
         o, part = block(_cut(q, *query), _cut(k, *key), _cut(v, *key), p.causal, scale)
@@ -86,7 +87,7 @@ def pieces_forward(
         else:  # in fp32: merging in bf16 would add to the error of shared prefixes
             merged = torch.logaddexp(lse_here, part)
             keeps, adds = ((t - merged).exp_()[..., None] for t in (lse_here, part))
-            if out.dtype == torch.float32:
+            if out.dtype == lse.dtype:
                 out_here.mul_(keeps).addcmul_(o, adds)
             else:
                 out_here.copy_((out_here.float() * keeps).add_(o.float() * adds))

@@ -24,6 +24,7 @@ from transformers.activations import SiLUActivation
 
 from litchi.model.attention import attend, run_backward, run_forward
 from litchi.model.family import Family, has_part, part
+from litchi.model.precision import WIDEST, widen
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,9 @@ def folds_stills(tower: nn.Module) -> bool:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
-    """Turn the pairs (x[i], x[i + D/2]) by their angles, in fp32, then rounded. x [T, H, D]; cos, sin as `_angles`."""
-    if x.dtype != torch.float32:
-        turned = _rotate(x.float(), cos, sin)
+    """Turn the pairs (x[i], x[i + D/2]) by their angles, in fp32 at least. x [T, H, D]; cos, sin as `_angles`."""
+    if x.dtype not in WIDEST:
+        turned = _rotate(widen(x), cos, sin)
         return turned.to(x.dtype) if out is None else out.copy_(turned)
     half = x.shape[-1] // 2
     swapped = torch.cat((x[..., half:], x[..., :half]), -1).mul_(sin)
@@ -105,10 +106,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> T
 
 
 def _angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """transformers' cos and sin [T, D], whose halves are equal, as `_rotate` takes them: fp32 [T, 1, D], in the lower
-    half the sine negated."""
+    """transformers' cos and sin [T, D], whose halves are equal, as `_rotate` takes them: [T, 1, D], fp32 at least, in
+    the lower half the sine negated."""
     half = sin.shape[-1] // 2
-    return cos[:, None].float(), torch.cat((-sin[:, None, :half], sin[:, None, half:]), -1).float()
+    return widen(cos[:, None]), widen(torch.cat((-sin[:, None, :half], sin[:, None, half:]), -1))
 
 
 class Rope(Function):
@@ -275,7 +276,7 @@ class RMSNorm(nn.Module):
         if x.dtype == self.weight.dtype:
             if x.is_cuda:
                 return F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
-            if x.dtype == torch.float32:
+            if x.dtype in WIDEST:
                 return Norm.apply(x.reshape(-1, x.shape[-1]), self.weight, self.variance_epsilon).view(x.shape)
         return super().forward(x)  # type: ignore[misc]
 

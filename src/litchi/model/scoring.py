@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from litchi.model.dora import find_gain
+from litchi.model.precision import widen
 from litchi.model.token_loss import plain_token_loss, repeated_token_loss
 
 
@@ -22,8 +23,7 @@ class HeadRows(nn.Linear):
         if rows is None:
             return super().forward(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
-            weight = self.weight[list(rows)].float()
-            return hidden.float() @ weight.T
+            return widen(hidden) @ widen(self.weight[list(rows)]).T
 
 
 def ask_rows(head: nn.Module) -> None:
@@ -35,7 +35,7 @@ def ask_rows(head: nn.Module) -> None:
 def token_loss(head: nn.Module, hidden: Tensor, targets: Tensor, vocabulary: int) -> Tensor:
     """Sum of the cross entropies of hidden states [R, hidden] behind the head against tokens [R]. []"""
     if not len(hidden):
-        return head(hidden).float().sum()
+        return widen(head(hidden)).sum()
     if isinstance(head, HeadRows) and not hasattr(head, "new_rows"):  # of new tokens, `model/tokens.py`
         return head(hidden, targets=targets)
     return repeated_token_loss(head, hidden, targets, vocabulary)
@@ -60,11 +60,11 @@ def _adapted_rows(head: Any, hidden: Tensor, words: tuple[int, int]) -> Tensor:
     logits = head.base_layer(hidden, words)
     with torch.autocast(hidden.device.type, enabled=False):
         for name in head.active_adapters:
-            low = head.lora_dropout[name](hidden.float()) @ head.lora_A[name].weight.float().T
-            up, scale = head.lora_B[name].weight[list(words)].float(), head.scaling[name]
+            low = head.lora_dropout[name](widen(hidden)) @ widen(head.lora_A[name].weight).T
+            up, scale = widen(head.lora_B[name].weight[list(words)]), head.scaling[name]
             logits = logits + scale * (low @ up.T)
             if name in head.lora_magnitude_vector:
-                own = head.base_layer.weight[list(words)].float()
+                own = widen(head.base_layer.weight[list(words)])
                 magnitude = head.lora_magnitude_vector[name].weight[list(words)]
                 logits = logits * find_gain(own, head.lora_A[name].weight, up, scale, magnitude)
     return logits

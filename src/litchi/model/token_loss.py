@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
+from litchi.model.precision import widen
+
 # numbers of logits that exist at a time: 64 MiB in fp32 stay near a CPU's cache, a GPU wants larger products
 LOGITS_AT_ONCE = {"cpu": 2**24, "cuda": 2**27}
 FEWEST_ROWS = 128
@@ -36,13 +38,13 @@ class TokenLoss(Function):
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         with torch.autocast(kind, enabled=False):
-            total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+            total = widen(torch.zeros((), dtype=dtype, device=hidden.device))
             matrix, states = weight.to(dtype), hidden.to(dtype)
             of_hidden = torch.empty_like(hidden) if wants_hidden else None
             of_weight: Tensor | None = None
             for start in range(0, len(hidden), rows):
                 part, target = states[start : start + rows], targets[start : start + rows, None]
-                logits = (part @ matrix.t()).float()
+                logits = widen(part @ matrix.t())
                 logits.sub_(logits.amax(1, keepdim=True))
                 picked = logits.gather(1, target)
                 mass = logits.exp_().sum(1, keepdim=True)
@@ -84,7 +86,7 @@ def repeated_token_loss(head: nn.Module, hidden: Tensor, targets: Tensor, vocabu
     """The same behind any head, whose logits are computed again in the backward."""
 
     def loss(states: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(head(states).float(), target, reduction="sum")
+        return F.cross_entropy(widen(head(states)), target, reduction="sum")
 
     rows = rows_at_once(vocabulary, hidden.device)
     parts = zip(hidden.split(rows), targets.split(rows), strict=True)

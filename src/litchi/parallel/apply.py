@@ -28,6 +28,7 @@ from litchi.dist import Ranks
 from litchi.model.family import has_part, part
 from litchi.model.forward import LitchiModel, Output
 from litchi.model.leaves import compile_blocks
+from litchi.model.precision import COMPUTE, HELD
 from litchi.model.quantize import count_weights
 from litchi.parallel.collectives import Group
 from litchi.parallel.encoder import Encoder, RemotePictures, keep_part, list_receivers
@@ -37,8 +38,6 @@ from litchi.parallel.pipeline import Pipeline, cut_stage, first_trained
 from litchi.parallel.sequence import SequenceCut
 from litchi.parallel.tensor import TensorCut, cut_linears
 from litchi.types import Batch
-
-COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -91,7 +90,7 @@ class Wrapped:
 
     def compute(self) -> AbstractContextManager:
         """The precision of a forward. FSDP2 casts by itself."""
-        if self.precision == "fp32" or self.sharded:
+        if self.precision in HELD or self.sharded:
             return nullcontext()
         return torch.autocast(self.owner.device.type, COMPUTE[self.precision])
 
@@ -188,7 +187,7 @@ def apply_parallel(
         owner: on the meta device, or with its weights.
         layout: sizes of the axes.
         ranks: this process.
-        precision: fp32, bf16 or fp16 compute.
+        precision: of compute, by its name in `COMPUTE`.
         checkpoint: compute activations twice instead of keeping them.
         tied: whether the head is the embedding.
         offload: keep shards, gradients and optimizer state in the machine's memory (FSDP2).
@@ -291,7 +290,7 @@ def _part_vision(wrapped: Wrapped, ranks: Ranks) -> None:
     """Leave the vision ranks the tower and the others the rest, and say how features get across."""
     owner, layout = wrapped.owner, wrapped.layout
     embedding = part(owner.hf, owner.family.embedding)
-    cast = layout.wrapper in ("FSDP2", "HSDP") and wrapped.precision != "fp32"  # then so are the embedded tokens
+    cast = layout.wrapper in ("FSDP2", "HSDP") and wrapped.precision not in HELD  # then so are the embedded tokens
     dtype = COMPUTE[wrapped.precision] if cast else embedding.weight.dtype
     wrapped.learners = dist.new_group(list(range(layout.ranks)))
     keep_part(owner, encodes=layout.encodes(ranks.rank))
@@ -338,7 +337,7 @@ def _make_pipeline(wrapped: Wrapped, mesh: Mesh, ranks: Ranks, *, tied: bool) ->
     owner, group = wrapped.owner, mesh.group("pp")
     layers, embedding = part(owner.hf, owner.family.language_layers), part(owner.hf, owner.family.embedding)
     norm = next(p for p in layers.parameters() if p.ndim == 1 and p.is_floating_point())
-    cast = wrapped.layout.wrapper != "none" and wrapped.precision != "fp32"  # by FSDP2
+    cast = wrapped.layout.wrapper != "none" and wrapped.precision not in HELD  # by FSDP2
     trains_from = first_trained(owner.hf, owner.family, group.size)
     cut_stage(owner.hf, owner.family, group.rank, group.size, tied=tied)
     return Pipeline(
@@ -357,8 +356,8 @@ def _shard(wrapped: Wrapped, mesh: Mesh, ranks: Ranks, *, offload: bool, whole_t
     owner, layout, precision = wrapped.owner, wrapped.layout, wrapped.precision
     family, hf = owner.family, owner.hf
     policy = MixedPrecisionPolicy(
-        param_dtype=None if precision == "fp32" else COMPUTE[precision],
-        reduce_dtype=torch.float32,
+        param_dtype=None if precision in HELD else COMPUTE[precision],
+        reduce_dtype=torch.float64 if precision == "fp64" else torch.float32,
         cast_forward_inputs=False,  # positions and rope's cos and sin must stay as they are
     )
     owner.computes_on = ranks.device if offload else None

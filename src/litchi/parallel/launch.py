@@ -122,7 +122,7 @@ class Budget:
         if self.used >= self.allowed:
             return None
         self.used += 1
-        return min(LONGEST_S, 2.0 ** (self.used - 1))
+        return 0.0 if self.used == 1 else min(LONGEST_S, 2.0 ** (self.used - 2))
 
 
 # ------------------------------------------------------------------------------------------------------------- ranks
@@ -244,8 +244,9 @@ def run_ranks(arguments: Sequence[str], procs: int, *, restarts: int = 0, newest
             if pause is None:
                 return _give_up(ended, budget)
             made.append({"step": step + 1, "rank": ended.rank, "status": ended.status, "attempt": budget.used})
+            when = f"in {pause:.0f} s" if pause else "at once"
             print(
-                f"{ended}; going on from step {step + 1} in {pause:.0f} s (restart {budget.used} of {restarts})",
+                f"{ended}; going on from step {step + 1} {when} (restart {budget.used} of {restarts})",
                 file=sys.stderr,
                 flush=True,
             )

@@ -19,6 +19,7 @@ from litchi.config import Config, resolve_micro_batch_tokens
 from litchi.data.processor import load_processor
 from litchi.model.build import DTYPES, resolve_model
 from litchi.model.flops import read_costs
+from litchi.model.precision import COMPUTE
 from litchi.parallel.estimate import Estimate, Recipe, estimate
 from litchi.parallel.machines import Machine
 from litchi.parallel.mesh import Layout
@@ -80,15 +81,15 @@ def make_recipe(config: Config, model: Mapping[str, Any], load: Load, *, device:
     """What the planner has to know of a run, with `auto` as it comes out on a GPU that computes in bf16."""
     parts = (config.trainable.vision, config.trainable.merger, config.trainable.language, config.trainable.head)
     precision = config.train.precision
-    half = torch.float16 if precision == "fp16" else torch.bfloat16
-    fp32 = precision == "fp32" or (precision == "auto" and device == "cpu")
-    light = device == "cuda" and not fp32 and all(p.mode != "full" for p in parts)
-    held = config.model.dtype
+    if precision == "auto":
+        precision = "fp32" if device == "cpu" else "bf16"
+    light = device == "cuda" and precision != "fp32" and all(p.mode != "full" for p in parts)
+    held = "float64" if precision == "fp64" else config.model.dtype
     return Recipe(
         config=model,
         trainable=config.trainable,
         held=DTYPES[held] if held != "auto" else torch.bfloat16 if light else torch.float32,
-        computed=torch.float32 if fp32 else half,
+        computed=COMPUTE[precision],
         global_batch=config.train.global_batch_size,
         tokens=load.tokens,
         rows=load.rows,

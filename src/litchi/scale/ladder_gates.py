@@ -69,7 +69,7 @@ class Climb:
 
     def tolerance(self, step: int) -> float:
         """Relative difference that the losses of two layouts may have at a step."""
-        kind = "fp32" if self.start["precision"] == "fp32" else "half"
+        kind = "half" if self.start["precision"] in ("bf16", "fp16") else "fp32"
         same = SAME[self.start["device"]] if kind == "fp32" else HALF
         return same * (1 if step == 1 else 10 if self.optimizer == "sgd" else AFTER_UPDATES[kind])
 

@@ -59,8 +59,8 @@ TRAINED = {
     "LoRA, language": "trainable={language: lora, lora: {rank: 4}}",
     "LoRA, nf4": "trainable={language: lora, lora: {rank: 4}}",
 }
-SAME = {"cpu": 1e-6, "cuda": 1e-5, "bf16": 1e-2}  # relative, of losses; fp32 on that device, or computed in bf16
-NORMS = {"fp32": 100, "bf16": 10}  # so many times as much of gradient norms
+SAME = {"cpu": 1e-6, "cuda": 1e-5, "bf16": 1e-2, "fp64": 1e-10}  # relative, of losses; of fp32 by the device
+NORMS = {"fp32": 100, "bf16": 10, "fp64": 1}  # so many times as much of gradient norms
 TASKS = {  # micro-batches so small that every layout accumulates
     "chat": ("task=chat", "data.train={folder}/chat.jsonl", "train.micro_batch_tokens=100"),
     "rerank": ("task=rerank", "data.train={folder}/rerank.jsonl", "train.micro_batch_tokens=400"),
@@ -125,13 +125,21 @@ MANY = 4  # ranks: who has them has the time for every kind
 IN_BF16 = ("full", "chat")
 
 
+def limit_of(precision: str, device: str) -> float:
+    """How far losses may differ, relative."""
+    return SAME[device if precision == "fp32" else precision]
+
+
 def list_jobs(most: int, *, quick: bool = False) -> list[Job]:
     """The jobs for up to `most` ranks: of two kinds of training with `quick`, of each that trains with fewer than four
-    ranks, of every kind otherwise; in bf16 one kind. 4-bit weights need their library."""
+    ranks, of every kind otherwise; in bf16 one kind. In fp64, where no mistake can hide in rounding, once more those of
+    `quick`, or every kind. 4-bit weights need their library, and are not computed in fp64."""
     kinds = QUICK if quick else EACH if most < MANY else [(kind, task) for kind in TRAINED for task in TASKS]
     kinds = [kind for kind in kinds if "nf4" not in kind[0] or find_spec("bitsandbytes")]
     jobs = [Job(layout, *kind) for kind in kinds for layout in ("one", *LAYOUTS)]
     jobs += [] if quick else [Job(layout, *IN_BF16, "bf16") for layout in ("one", *LAYOUTS)]
+    wide = QUICK if most < MANY else [kind for kind in kinds if "nf4" not in kind[0]]
+    jobs += [Job(layout, *kind, "fp64") for kind in wide for layout in ("one", *LAYOUTS)]
     return [job for job in jobs if job.ranks <= most and job.possible]
 
 
@@ -238,7 +246,7 @@ class Line:
 
     @property
     def kind(self) -> str:
-        return f"{self.trained}, {self.task}{', bf16' * (self.precision == 'bf16')}"
+        return f"{self.trained}, {self.task}{'' if self.precision == 'fp32' else f', {self.precision}'}"
 
 
 def check_layouts(most: int, device: str, *, quick: bool, say: Callable[[str], None] = print) -> list[Line]:
@@ -247,7 +255,7 @@ def check_layouts(most: int, device: str, *, quick: bool, say: Callable[[str], N
     Args:
         most: ranks at most.
         device: "cpu" or "cuda", for the tolerance.
-        quick: two kinds of training only, in fp32.
+        quick: two kinds of training only, in fp32 and fp64.
     """
     from litchi.parallel.launch import run_ranks
 
@@ -269,9 +277,7 @@ def check_layouts(most: int, device: str, *, quick: bool, say: Callable[[str], N
                 )
             found = json.loads(file.with_suffix(".out").read_text(encoding="utf-8"))
             ran |= {job: Ran(**one) for job, one in zip(some, found, strict=True)}
-    return [
-        compare(job, ran, SAME["bf16" if job.precision == "bf16" else device]) for job in jobs if job.layout != "one"
-    ]
+    return [compare(job, ran, limit_of(job.precision, device)) for job in jobs if job.layout != "one"]
 
 
 def compare(job: Job, ran: Mapping[Job, Ran], same: float) -> Line:
@@ -289,7 +295,8 @@ def run_file(ranks: Ranks, file: Path, jobs: Sequence[Mapping[str, str]]) -> Non
 
 
 def format_lines(lines: Sequence[Line]) -> str:
-    """The table as Markdown: a row for each layout, the largest difference of the losses for each kind of training."""
+    """The table as Markdown: a row for each layout, the largest difference of losses and of gradient norms for each
+    kind of training."""
     kinds = list(dict.fromkeys(line.kind for line in lines))
     head = "| layout | ranks | wrapper | " + " | ".join(kinds) + " |"
     rows = [head, "|" + "---|" * (3 + len(kinds))]
@@ -297,7 +304,7 @@ def format_lines(lines: Sequence[Line]) -> str:
         mine = {line.kind: line for line in lines if line.layout == layout}
         first = next(iter(mine.values()))
         found = [mine.get(kind) for kind in kinds]
-        cells = [f"{one.loss:.0e}{'' if one.passed else ' **no**'}" if one else "" for one in found]
+        cells = [f"{one.loss:.0e}, {one.norm:.0e}{'' if one.passed else ' **no**'}" if one else "" for one in found]
         rows.append(f"| {layout} | {first.ranks} | {first.wrapper} | {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 

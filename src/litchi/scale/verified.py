@@ -19,7 +19,7 @@ import torch
 
 from litchi.scale import chaos
 from litchi.scale.equalities import Equality, check_equalities, format_equalities
-from litchi.scale.selfcheck import SAME, Line, check_layouts, fill_marks, fill_table, format_lines
+from litchi.scale.selfcheck import NORMS, Line, check_layouts, fill_marks, fill_table, format_lines, limit_of
 from litchi.train.durable import format_bytes
 from litchi.train.resume import versions
 
@@ -65,7 +65,7 @@ def report_equal(most: int, *, quick: bool = False, write: Path | None = None) -
         "passed": all(line.passed for line in lines) and all(one.passed is not False for one in equal),
         "where": where,
         "command": command,
-        "tolerance": {"fp32": SAME[machine["device"]], "bf16": SAME["bf16"]},
+        "tolerance": {precision: limit_of(precision, machine["device"]) for precision in NORMS},
         "layouts": [asdict(line) for line in lines],
         "equalities": [{**asdict(one), "passed": one.passed} for one in equal],
         "machine": machine,

@@ -34,7 +34,12 @@ from litchi.serve.prefixes import Prefixes
 from litchi.serve.preparing import Piece, collate_pieces
 from litchi.train.target import Target, find_target, open_target, same_prompt, target_config
 
-ALONE = {"fp32": 1e-3, "bf16": 0.5, "fp16": 0.1}  # how far a score may move with its neighbours: logits of about 20
+ALONE = {
+    "fp64": 1e-3,
+    "fp32": 1e-3,
+    "bf16": 0.5,
+    "fp16": 0.1,
+}  # how far neighbours may move a score of about 20
 
 
 class Engine:

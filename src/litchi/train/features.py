@@ -32,7 +32,8 @@ from litchi.evaluate.run import EvalSet
 from litchi.model.family import has_part, part
 from litchi.model.features import TowerFeatures, identify_tower
 from litchi.model.kernels import choose_kernels
-from litchi.parallel.apply import COMPUTE, Wrapped
+from litchi.model.precision import COMPUTE, HELD
+from litchi.parallel.apply import Wrapped
 from litchi.train.progress import count_progress
 
 PATCHES = 16_384  # of the pictures that are handed over together
@@ -50,8 +51,8 @@ def open_features(config: Config, wrapped: Wrapped, ranks: Ranks) -> FeatureStor
     # they decide the grid, by which features are found, and so does the number of a video's frames
     del cut["min_pixels"], cut["max_pixels"], cut["video"]
     weights = next(part(owner.hf, owner.family.vision).parameters()).dtype if here else None
-    dtype = weights if precision == "fp32" else COMPUTE[precision]
-    cast = COMPUTE[precision] if wrapped.sharded and precision != "fp32" else None
+    dtype = weights if precision in HELD else COMPUTE[precision]
+    cast = COMPUTE[precision] if wrapped.sharded and precision not in HELD else None
     kernel = choose_kernels(owner.attention, device, COMPUTE[precision]).name
     facts = {
         "format": [FORMAT, RULES, PIL.__version__, torch.__version__],

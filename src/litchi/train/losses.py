@@ -1,7 +1,7 @@
 """Losses of scores: sums, with the units they are divided by. To add one: a function, its units, a line in `LOSSES`.
 
-Every loss takes scores fp32 [R], targets fp32 [R] and groups [(a, b)] (rows of each query) and returns a sum; its
-units function counts on the CPU, before the forward, what the sums of all ranks are divided by.
+Every loss takes scores [R], fp32 or fp64, targets fp32 [R] and groups [(a, b)] (rows of each query) and returns a sum;
+its units function counts on the CPU, before the forward, what the sums of all ranks are divided by.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def bce(scores: Tensor, targets: Tensor, groups: Groups, *, weight: float | str 
 
     Source: arXiv 2510.14824, equation 3. Units: documents.
     """
-    each = F.binary_cross_entropy_with_logits(scores, targets.clamp(max=1.0), reduction="none")
+    each = F.binary_cross_entropy_with_logits(scores, targets.clamp(max=1.0).to(scores), reduction="none")
     if weight == 1.0:
         return each.sum()
     scale = torch.ones_like(scores)

@@ -23,7 +23,7 @@ from litchi.config import Config, DataSource, Derived, derive, resolve_micro_bat
 from litchi.data.processor import Processor, load_processor
 from litchi.data.templates import find_template
 from litchi.dist import Ranks, barrier, gather_objects
-from litchi.errors import DataError, MachineError
+from litchi.errors import DataError
 from litchi.evaluate.run import EvalSet
 from litchi.model.adapters import apply_trainable, fill_weights, load_adapter
 from litchi.model.build import DTYPES, Loaded, build_model, read_config, resolve_model
@@ -31,9 +31,10 @@ from litchi.model.family import part
 from litchi.model.flops import read_costs
 from litchi.model.forward import LitchiModel
 from litchi.model.kernels import choose_kernels
+from litchi.model.precision import COMPUTE, choose_precision
 from litchi.model.sizes import check_axes
 from litchi.model.tokens import check_rows, release_rows
-from litchi.parallel.apply import COMPUTE, Wrapped, apply_parallel
+from litchi.parallel.apply import Wrapped, apply_parallel
 from litchi.parallel.mesh import Layout, choose_layout
 from litchi.parallel.placement import Placement, find_devices, list_units, plan_placement, spread_model
 from litchi.train.checkpoint import Checkpoint
@@ -258,25 +259,12 @@ def check_ids(corpus: Corpus) -> None:
             seen[row.id] = row
 
 
-def choose_precision(wanted: str, device: torch.device) -> str:
-    """fp32, bf16 or fp16. MachineError when the device cannot."""
-    if device.type == "cuda":
-        able = torch.cuda.is_bf16_supported(including_emulation=False)
-        if wanted == "bf16" and not able:
-            raise MachineError(
-                "train.precision=bf16", where=torch.cuda.get_device_name(device),
-                why="this GPU has no bf16 (compute capability below 8.0)", remedy="Use fp16 or fp32",
-            )  # fmt: skip
-        return ("bf16" if able else "fp32") if wanted == "auto" else wanted
-    if wanted == "fp16":
-        raise MachineError("train.precision=fp16", why="there is no GPU", remedy="Use fp32 or bf16")
-    return "fp32" if wanted == "auto" else wanted
-
-
 def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """What weights are held in. `auto`: bfloat16 on a GPU when no part trains in full, float32 otherwise."""
-    if config.model.dtype != "auto":
-        return DTYPES[config.model.dtype]
+    """What weights are held in. `auto`: bfloat16 on a GPU when no part trains in full, float32 otherwise; float64 is
+    what is computed in."""
+    held = "float64" if config.train.precision == "fp64" else config.model.dtype
+    if held != "auto":
+        return DTYPES[held]
     parts = (config.trainable.vision, config.trainable.merger, config.trainable.language, config.trainable.head)
     light = all(p.mode != "full" for p in parts)
     return torch.bfloat16 if device.type == "cuda" and light and config.train.precision != "fp32" else torch.float32

@@ -17,10 +17,11 @@ from litchi.errors import UsageError
 from litchi.model.adapters import adapter_base
 from litchi.model.build import build_model, resolve_model
 from litchi.model.family import PARTS
+from litchi.model.precision import choose_precision
 from litchi.parallel.apply import Wrapped
 from litchi.train.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, read_checkpoint
 from litchi.train.export import MANIFEST
-from litchi.train.setup import build_wrapped, choose_dtype, choose_precision
+from litchi.train.setup import build_wrapped, choose_dtype
 
 VIDEO_FACTS = ("fps", "min_frames", "max_frames", "pixels", "detail")
 

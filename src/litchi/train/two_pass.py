@@ -47,7 +47,7 @@ def rehearse(wrapped: Wrapped, batches: Sequence[Batch]) -> Rehearsal:
             states[number] = get_random(wrapped.owner.device)
             out = wrapped.evaluate(batch)
             if out is not None and out.scores is not None and wrapped.leads:
-                scores = out.scores.float().cpu()
+                scores = out.scores.cpu()
                 found += [(c.group, c.first, scores[a:b]) for c, (a, b) in zip(batch.cuts, batch.groups, strict=True)]
     whole: dict[int, list[tuple[int, Tensor]]] = {}
     for group, first, scores in (piece for rank in gather_objects(found) for piece in rank):
@@ -60,7 +60,7 @@ def _pull(batch: Batch, whole: dict[int, list[tuple[int, Tensor]]], score_loss: 
     if not batch.cuts:
         return batch
     assert score_loss is not None
-    told, pull = 0.0, torch.zeros(len(batch.targets))
+    told, pull = 0.0, torch.zeros(len(batch.targets), dtype=whole[batch.cuts[0].group][0][1].dtype)
     for cut, (a, b) in zip(batch.cuts, batch.groups, strict=True):
         pieces = sorted(whole[cut.group], key=lambda piece: piece[0])
         scores = torch.cat([part for _, part in pieces]).requires_grad_()
