@@ -91,7 +91,7 @@ PLACES = {
     "before the manifest has its name": ("before replace /.step-00000003.part/.manifest.json", 0),
     "before the checkpoint has its name": ("before replace /.step-00000002.part", -1),
     "after it has its name, before the folder is synced": ("after replace /.step-00000003.part", -1),
-    "while an old one goes": ("after unlink /.step-00000002.gone/manifest.json", 0),
+    "behind the last step, while an old one goes": ("after unlink /.step-00000003.gone/manifest.json", 0),
 }
 
 
@@ -160,6 +160,26 @@ def test_fifty_random_kills(room, words, moments, whole, ranks, capsys):
     with capsys.disabled():
         print(f"\n50 of 50 bit-identical; {inside} kills inside a save; {resumed} resumed from a checkpoint")
     assert inside >= 35 and resumed >= 25
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_twenty_kills_in_a_rotation(room, words, moments, whole, ranks, capsys):
+    """At moments evenly spread over all of them between an old checkpoint's loss of its name and its end. What then
+    still counts is whole, byte by byte, and there is always one."""
+    inside = [i for i, moment in enumerate(moments) if moment.startswith("before rename /step-") or ".gone" in moment]
+    assert len(inside) >= 20 and len(inside) == len(set(inside))
+    for number in range(20):
+        out = room / f"rotating{number}"
+        at = inside[number * len(inside) // 20]
+        one = Running(run_killed, (str(out), words, at), room / f"t{number}", {})
+        assert one.end(60).status == -signal.SIGKILL
+        left = list_checkpoints(out)
+        assert left and not [found for found in map(find_damage, left) if found], moments[at]
+        train(ranks, out, *words)
+        assert_as_whole(out, whole)
+    with capsys.disabled():
+        print(f"\n20 of 20 at {len(inside)} moments of a rotation: nothing half-removed counted, bit-identical")
 
 
 @pytest.mark.slow

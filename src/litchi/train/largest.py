@@ -188,6 +188,8 @@ def fit_memory(run: Run, first: int, *, fresh: bool) -> None:
         SmallerBatches, MachineError: as `ask_smaller` gives them.
     """
     train, last, ranks = run.config.train, run.derived.steps, run.ranks
+    if first > last:  # a run that was killed behind its last step: only its end is left
+        return
     if run.plan.encoders:  # whose features would have to be sent along
         run.log.say("largest micro-batch: not tried with vision ranks")
         return
