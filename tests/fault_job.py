@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import io
 import json
 import os
 import resource
@@ -26,15 +28,20 @@ class Cut(Exception):
 
 
 class Moments:
-    """Every moment just before and just after something changes on the disk under `checkpoints/`.
+    """Every moment just before and just after something changes on the disk under `checkpoints/`, or anywhere in a run.
 
     Args:
         kill_at: number of the moment at which this process kills itself; None: it only writes them down.
         log: where.
+        under: a part of the paths that count; where it is not `checkpoints/`, files that are opened to be written count
+            as well.
     """
 
-    def __init__(self, kill_at: int | None, log: Path):
-        self.kill_at, self.log, self.seen = kill_at, log, []
+    def __init__(self, kill_at: int | None, log: Path, under: str = "/checkpoints"):
+        self.kill_at, self.log, self.under, self.seen, self.process = kill_at, log, under, [], os.getpid()
+        self.open = io.open
+        if under != "/checkpoints":
+            io.open = builtins.open = self.opened
         for name in EFFECTS:
             setattr(os, name, self.wrap(name, getattr(os, name)))
         self.parts = shards._parts
@@ -43,14 +50,22 @@ class Moments:
     def wrap(self, name, real):
         def effect(target, *rest, **more):
             place = self.place(target, more.get("dir_fd"))
-            if "/checkpoints" not in place:
+            if self.under not in place:
                 return real(target, *rest, **more)
-            self.at(f"before {name} {place.partition('/checkpoints')[2]}")
+            self.at(f"before {name} {place.partition(self.under)[2]}")
             out = real(target, *rest, **more)
-            self.at(f"after {name} {place.partition('/checkpoints')[2]}")
+            self.at(f"after {name} {place.partition(self.under)[2]}")
             return out
 
         return effect
+
+    def opened(self, file, mode="r", *rest, **more):
+        if self.under not in str(file) or not set(mode) & set("wax+"):
+            return self.open(file, mode, *rest, **more)
+        self.at(f"before open {str(file).partition(self.under)[2]}")
+        out = self.open(file, mode, *rest, **more)
+        self.at(f"after open {str(file).partition(self.under)[2]}")
+        return out
 
     def place(self, target, folder) -> str:
         if isinstance(target, int):
@@ -63,16 +78,25 @@ class Moments:
             yield part
 
     def at(self, moment: str) -> None:
+        if os.getpid() != self.process:  # one that loads samples
+            return
         if len(self.seen) == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
         self.seen.append(moment)
         if self.kill_at is None:
-            self.log.write_text(json.dumps(self.seen))
+            with self.open(self.log, "w") as file:
+                json.dump(self.seen, file)
 
 
 def run_killed(out: str, words: list[str], kill_at: int | None) -> None:
     """A run in a process of its own, as the only rank."""
     Moments(kill_at, Path(f"{out}.moments"))
+    train_run(settings("model.path=builtin:tiny", f"output={out}", *words), start_ranks())
+
+
+def run_killed_anywhere(out: str, words: list[str], kill_at: int | None) -> None:
+    """The same, killed at any moment in which something changes in the run's folder."""
+    Moments(kill_at, Path(out).parent / f"moments-{Path(out).name}", f"/{Path(out).name}/")
     train_run(settings("model.path=builtin:tiny", f"output={out}", *words), start_ranks())
 
 

@@ -363,17 +363,21 @@ def evaluate_now(run: Run, step: int, request: StopRequest) -> dict[str, dict[st
 def _save(run: Run, saver: Saver, step: int, best_step: int | None, *, whole: bool = False) -> bool:
     """Begin to save a step, `whole` whatever `train.save` says; rotation follows when it counts."""
     PULSE.begin(f"saving step {step}")
-    keep, folder = kept_checkpoints(run.config.train), run.folder
     saver.save(
         step,
         run.wrapped.model,
         run.trainer.optimizer if whole or run.config.train.save == "all" else None,
         run.facts | run.checkpoint_facts(),
-        beside=[folder / name for name in ("metrics.jsonl", "eval.jsonl")],
+        beside=[run.folder / name for name in ("metrics.jsonl", "eval.jsonl")],
         add=lambda part: copy_processor(run.loaded.folder, part, run.wrapped.owner),
-        after=lambda: rotate_checkpoints(folder, keep=keep, best=best_step, written=step),
+        after=lambda: _rotate(run, step, best_step),
     )
     return True
+
+
+def _rotate(run: Run, step: int, best_step: int | None) -> None:
+    keep = kept_checkpoints(run.config.train)
+    rotate_checkpoints(run.folder, keep=keep, best=best_step, written=step)
 
 
 def _tell_saved(run: Run, saver: Saver) -> None:
@@ -401,6 +405,8 @@ def _finish(run: Run, saver: Saver, last: int, watch: BestWatch, request: StopRe
         _save(run, saver, last, watch.best_step)
     saver.wait()
     _tell_saved(run, saver)
+    # done already, unless the run was killed between its last save and this
+    on_main(run.ranks, lambda: _rotate(run, last, watch.best_step), what=UNREADABLE, place=run.folder)
     if run.eval_sets and watch.seen != last:
         try:
             watch.see(last, evaluate_now(run, last, request))
