@@ -157,7 +157,7 @@ class Page(HTMLParser):
     def handle_data(self, data):
         if self.inside == "script":
             self.data += data
-        elif self.inside in ("td", "th"):
+        elif self.inside in ("td", "th", "data"):
             self.cells.append(data)
 
     def handle_endtag(self, tag):
@@ -212,8 +212,84 @@ def test_a_real_run(tmp_path):
     assert run["epoch_basis"] == "estimated from 2 of 3 steps"
 
 
+COLUMNS = {  # of the page -> of the JSON
+    "ranks": "ranks", "epoch": "epoch_s", "speed-up": "speedup", "efficiency": "efficiency", "cost": "cost",
+    "peak memory": "peak_bytes", "rank hours": "rank_hours", "relative cost": "relative_cost",
+}  # fmt: skip
+CELLS = """() => [...document.querySelectorAll("table")].map(t => [...t.rows].map(r => [...r.cells].map(c =>
+    ({text: c.textContent, numbers: [...c.querySelectorAll("data")].map(d => [Number(d.value), d.textContent])}))))"""
+UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "s": 1.0, "x": 1.0, "%": 0.01}
+
+
+def read_shown(text):
+    """A number as a person reads it, and by how much it may be rounded."""
+    parts = text.split(":")
+    if len(parts) > 1:
+        return sum(int(part) * 60**n for n, part in enumerate(reversed(parts))), 0.5
+    number, unit = re.fullmatch(r"([-+]?[\d.]+(?:e[-+]\d+)?) ?(kB|MB|GB|s|x|%|)", text).groups()
+    digits = float(number.replace("+", ""))
+    last = 10.0 ** -len(number.partition("e")[0].partition(".")[2]) * 10.0 ** int(number.partition("e")[2] or 0)
+    return digits * UNITS.get(unit, 1.0), max(0.5 * last * UNITS.get(unit, 1.0), 0.005 * abs(digits))
+
+
+def compare_in_browser(open_page, page, answer):
+    """Every number of the page's tables is the JSON's to the last digit, and shown as it rounds."""
+    shown = open_page(page.as_uri())
+    costs, *others = shown.evaluate(CELLS)
+    runs, count = answer["runs"], 0
+    head = [cell["text"] for cell in costs[0]]
+    for run, row in zip(runs, costs[1:], strict=True):
+        for name, cell in zip(head, row, strict=True):
+            if name in COLUMNS:
+                wanted = run[COLUMNS[name]]
+                assert [value for value, _ in cell["numbers"]] == ([] if wanted is None else [wanted]), name
+                assert cell["numbers"] or cell["text"] == "?"
+            else:
+                assert cell["text"] == run["name" if name == "run" else "epoch_basis"]
+    for table in others:
+        head = [cell["text"] for cell in table[0]]
+        for at, row in enumerate(table[1:]):
+            found = [[value for value, _ in cell["numbers"]] for cell in row]
+            if head[0] == "metric":
+                name = row[0]["text"]
+                wanted = [[r["metrics"][name], *r["intervals"].get(name, [])] if name in r["metrics"] else []
+                          for r in runs]  # fmt: skip
+                assert found[1:] == wanted, name
+            elif head[0] == "ranks":
+                point = answer["extrapolation"]["points"][at]
+                assert found == [[point[COLUMNS[name]]] for name in head]
+            else:
+                plan = [run["forecast"] for run in runs if run["forecast"]][at]
+                values = plan["planned_bytes"], max(plan["peak_bytes"]), plan["memory_off"], plan["planned_step_s"]
+                wanted = [[] if v is None else [v] for v in (*values, plan["step_s"], plan["time_off"])]
+                assert found[1:] == wanted
+    for cell in (cell for table in (costs, *others) for row in table for cell in row):
+        for value, text in cell["numbers"]:
+            read, most = read_shown(text)
+            assert abs(read - value) <= most + 1e-9, (text, value)
+            count += 1
+    return shown, count
+
+
+def test_a_browser_shows_the_numbers_of_the_json(tmp_path, open_page, shot):
+    planned = {"planned_bytes": 1.1e9, "peak_bytes": [10**9, 1_004_000_001], "memory_off": 0.0956, "step_s": 22.0}
+    runs = [make_run(tmp_path / f"r<{n}>", ranks=n, step_s=40.0 / n + 2 / 7) for n in (1, 2)]
+    write_rows(tmp_path / "r<2>/eval.jsonl", [{"step": 4, "name": "eval", "metrics": {"mrr@10": 1 / 3, "ndcg@5": 0.5},
+                                               "intervals": {"mrr@10": [0.29876543, 0.41]}}])  # fmt: skip
+    more = [{"event": "start", "step": 1, "ranks": 2, "device": "cpu"}]
+    measured = {"event": "measured", "step": 4, **planned, "planned_step_s": None, "time_off": None}
+    write_rows(tmp_path / "r<2>/events.jsonl", [*more, measured])
+    page = tmp_path / "page.html"
+    answer = ask(*runs, "--html", str(page))
+    assert answer["runs"][1]["forecast"] is not None
+    shown, count = compare_in_browser(open_page, page, answer)
+    assert count == 2 * 8 + 4 * 3 + 3 + 1 + 4
+    assert shown.get_by_role("heading", level=2).count() == 8
+    shot(shown, "compare")
+
+
 @pytest.mark.slow
-def test_four_real_runs(tmp_path):
+def test_four_real_runs(tmp_path, open_page, shot):
     data = rerank_rows(tmp_path, 12)
     for name, procs, batch in (("one", 1, 4), ("two", 2, 4), ("one-8", 1, 8), ("two-8", 2, 8)):
         words = [*QUICK, "model.path=builtin:tiny", "task=rerank", f"data.train={data}", f"output={tmp_path}/{name}"]
@@ -222,7 +298,8 @@ def test_four_real_runs(tmp_path):
         words += [f"train.global_batch_size={batch}", "train.epochs=2", "train.export=never"]
         ended = run_litchi(tmp_path / f"{name}.out", "train", str(config), *words, "--procs", str(procs), timeout_s=100)
         assert ended.status == 0, ended.err
-    answer = ask(*(str(tmp_path / name) for name in ("one", "two", "one-8", "two-8")))
+    page = tmp_path / "page.html"
+    answer = ask(*(str(tmp_path / name) for name in ("one", "two", "one-8", "two-8")), "--html", str(page))
     for run in answer["runs"]:
         lines = [json.loads(line) for line in (tmp_path / run["name"] / "metrics.jsonl").read_text().splitlines()]
         seconds = sum(line["step_s"] + line["data_wait_s"] for line in lines)
@@ -232,3 +309,6 @@ def test_four_real_runs(tmp_path):
         first = answer["runs"][0]
         assert run["relative_cost"] == pytest.approx(ranks * run["epoch_s"] / first["epoch_s"])
     assert any("train.global_batch_size" in note for note in answer["notes"])
+    shown, count = compare_in_browser(open_page, page, answer)
+    assert count >= 4 * 8 + 4 * len(answer["extrapolation"]["points"])
+    shot(shown, "compare-real")

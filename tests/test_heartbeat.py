@@ -91,6 +91,14 @@ def test_a_hang_is_when_nobody_moves_and_the_one_behind_is_named():
     assert second.stuck(1.0, 60)[0] != 2, "a micro-batch further"
 
 
+def test_a_rank_that_does_not_even_beat_is_named_first_wherever_it_was():
+    further = ears()
+    further.hear([beat(1, Place("step 7", (), 15, 2, 3)), beat(1, Place("step 8", (), 16, 1, 3)), BYE], 1.0)
+    further.hear([beat(2, Place("step 7", (), 15, 2, 7)), beat(1, Place("step 8", (), 16, 1, 3)), BYE], 5.0)
+    assert further.stuck(6.9, 4.0) == [0, 1], "it may only be between two beats"
+    assert further.stuck(7.1, 4.0) == [1, 0]
+
+
 def test_what_is_no_hang():
     slow = Place("step 7", (), 15, 1, 500)
     for other in (Place("step 7", (), 15, 1, 3), Place("exporting", (), 16, 0, None)):

@@ -8,10 +8,8 @@ import io
 import json
 import os
 import re
-import shutil
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import pytest
@@ -225,63 +223,6 @@ def test_the_demo_catalogue_is_what_the_demo_draws():
 
 
 # ---- In a browser
-
-
-def find_chromium():
-    """The system's; None: there is none."""
-    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
-    with api.sync_playwright() as playwright:
-        own = playwright.chromium.executable_path
-        path = find_chromium() or (own if os.path.exists(own) else None)
-        if path is None:
-            pytest.skip("no Chromium: apt-get install chromium, or playwright install chromium")
-        found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield found
-        found.close()
-
-
-@pytest.fixture
-def open_page(browser):
-    """Opens a page; at the end nothing was written to its console and nothing was asked of another host."""
-    opened, wrong = [], []
-
-    def visit(url, *, width=1100, locale="en-GB", forgive=(), **more):
-        context = browser.new_context(viewport={"width": width, "height": 900}, locale=locale, **more)
-        context.set_default_timeout(60_000)  # a busy machine is no error of the page's
-        page = context.new_page()
-
-        def note(message):
-            if message.type in ("error", "warning") and not any(word in message.text for word in forgive):
-                wrong.append(message.text)
-
-        page.on("console", note)
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("request", lambda asked: asked.url.startswith((url, "data:")) or wrong.append(asked.url))
-        page.goto(url)
-        opened.append(context)
-        return page
-
-    yield visit
-    for context in opened:
-        context.close()
-    assert wrong == []
-
-
-@pytest.fixture
-def shot(tmp_path):
-    """Keeps a screenshot to look at: where LITCHI_SHOTS says, or with the test's other files."""
-
-    def take(page, name):
-        file = Path(os.environ.get("LITCHI_SHOTS", tmp_path), f"{name}.png")
-        page.screenshot(path=file, full_page=True)
-        assert Image.open(file).size[1] > 500
-
-    return take
 
 
 def assert_usable(page):

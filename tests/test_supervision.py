@@ -78,8 +78,10 @@ def test_a_signal_in_a_step_in_a_save_and_at_the_start(room):
 
 
 @pytest.mark.slow
-def test_a_rank_that_stands_still_is_noticed(room):
-    chaos.halt_rank(room, "halted", hang_s=2.0)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_stands_still_is_noticed(room, rank):
+    """Also the one that speaks for all when it can."""
+    chaos.halt_rank(room, f"halted-{rank}", rank=rank)
 
 
 # ----------------------------------------------------------------------------------------------------- one process

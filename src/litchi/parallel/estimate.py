@@ -282,9 +282,10 @@ def _trace(recipe: Recipe, setup: Setup, samples: float, layout: Layout) -> Take
 def make_mean(recipe: Recipe, samples: float, pictures: float, tp: int) -> Stream:
     """A batch of so many mean samples."""
     merge = read_shape(recipe.config).merge
-    side = max(merge, round(math.sqrt(recipe.patches) / merge) * merge)
-    whole = round(pictures * recipe.patches / side**2)
-    grids = ((1, side, side),) * max(1, whole) if recipe.patches else ()
+    high = max(merge, round(math.sqrt(recipe.patches) / merge) * merge)
+    wide = max(merge, round(recipe.patches / high / merge) * merge)
+    whole = round(pictures * recipe.patches / (high * wide))
+    grids = ((1, high, wide),) * max(1, whole) if recipe.patches else ()
     return Stream(
         round(samples * recipe.tokens), max(1, round(samples * recipe.rows / tp)), grids, round(recipe.tokens)
     )

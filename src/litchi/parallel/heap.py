@@ -1,118 +1,107 @@
-"""The most memory a process holds on a CPU: tensors through glibc's malloc, which gives back less than it is given.
+"""The most memory a process holds on a CPU: what it takes and gives back, done over again by the C library itself.
 
-Sizes in the order in which they are taken and freed in, resident bytes out. Pure. Habits of malloc that make a process
-larger than its tensors: a hole of the very size that is wanted does not do, because aligned memory is asked for with
-room to move; what is left of that room goes to small objects, which live longer than their neighbour and keep holes
-from becoming one; only what is larger than the largest piece freed so far is mapped on its own and given back at once;
-and of the heap only the end is given back, when much of it is free.
+What is taken and freed, in its order, in; resident bytes out. malloc gives back less than it is given: above all the
+small objects that autograd keeps of each operation until its backward lie between large pieces, and holes around them
+do not become one. So glibc replays the order, in processes of their own whose heaps are empty; nothing is written to
+what is taken, which costs address space alone. Where the C library is another one, only the pieces are counted.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Iterable
+import ctypes
+import subprocess
+import sys
+from array import array
+from collections.abc import Hashable, Iterable
+from statistics import median
 from typing import Any
 
-HEADER = 16
-SMALL = 64  # a small object; torch aligns to as much
-SMALLS = 2  # that come with a tensor: itself and its storage
-ASIDE = 2  # small pieces kept aside when they are freed: by `benchmarks/planner.py`; malloc has 7 of each size
-ROOM = HEADER + SMALL + 32  # bytes more than its size that a hole must have
-LEAST = 128 * 1024  # mapped on their own at first; also what is left at the end of the heap
-MOST = 32 * 2**20  # mapped on their own at last
-PAGE = 4096
+NODE = -1  # instead of a size: what autograd keeps of an operation
+# bytes of the objects that come with a piece, as malloc is asked for them by torch 2: a storage; a tensor and its
+# version; a node with its lists of inputs, outputs and edges
+BEFORE, BEHIND, OF_NODE = (96,), (176, 24), (488, 16, 32, 24)
+# the largest piece that was freed before: smaller ones are not mapped on their own. It is not known, and it matters
+STARTS = (2**17, 2**20, 2**22, 2**23, 31 * 2**20)
+ALIGNED = 64
+SEEN = 2**14  # bytes of a piece, from which on the heap is looked at
 
 
-class Heap:
-    """Resident bytes of what is taken and given back; `peak` is the most of them."""
-
-    def __init__(self) -> None:
-        self.threshold = self.trim = LEAST
-        self.mapped = self.top = self.touched = self.peak = 0
-        self.pieces: dict[Any, tuple[int, int]] = {}  # start (below zero: mapped on its own) and size
-        self.smalls: dict[Any, list[tuple[int, int]]] = {}
-        self.aside: list[tuple[int, int]] = []
-        self.holes: list[tuple[int, int]] = []  # size, start
-        self.starts: dict[int, int] = {}  # of holes -> size
-        self.ends: dict[int, int] = {}  # of holes -> start
-
-    def take(self, key: Any, size: int) -> None:
-        """A tensor: in the smallest hole that does, at the end of the heap, or on its own; and its small objects."""
-        small = [self._take_small()]
-        found = self._find(size + ROOM)
-        if found is None and size >= self.threshold and self.top + size + ROOM > self.touched:
-            self.pieces[key] = (-1, size + PAGE)
-            self.mapped += size + PAGE
+def measure_held(events: Iterable[tuple[Hashable, int]]) -> int:
+    """The most bytes a process holds that takes (key, size) and frees (key, 0) in this order."""
+    slots: dict[Hashable, tuple[int, int]] = {}
+    flat, live, most = array("q"), 0, 0
+    for number, (key, size) in enumerate(events):
+        if size:
+            slots[key] = number, max(size, 0)
+            flat.extend((number, size))
+            live += max(size, 0)
+            most = max(most, live)
         else:
-            start = self._cut(found, size + HEADER + SMALL)
-            self.pieces[key] = (start, size + HEADER)
-            self.aside.append((start + size + HEADER, SMALL))
-        self.smalls[key] = small + [self._take_small() for _ in range(SMALLS - 1)]
-        self._shed()
-        self.peak = max(self.peak, self.touched + self.mapped)
+            number, size = slots.pop(key)
+            flat.extend((number, 0))
+            live -= size
+    held = [found for start in STARTS if (found := _replay_apart(flat, start))]
+    return round(median(held)) if held else most
 
-    def give(self, key: Any) -> None:
-        """It comes back."""
-        start, size = self.pieces.pop(key)
-        if start >= 0:
-            self._free(start, size)
+
+def _replay_apart(flat: array[int], start: int) -> int:
+    """`replay` in a new process; 0: this C library or this machine's memory does not do it."""
+    command = [sys.executable, "-I", __file__, str(start)]
+    done = subprocess.run(command, input=flat.tobytes(), capture_output=True)
+    return int(done.stdout) if done.returncode == 0 else 0
+
+
+class Info(ctypes.Structure):
+    """`struct mallinfo2`."""
+
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+
+
+def load_malloc() -> Any:
+    """The C library of this process. AttributeError: it is not glibc of 2021 or later."""
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = Info
+    libc.malloc.restype = libc.memalign.restype = ctypes.c_void_p
+    libc.malloc.argtypes, libc.memalign.argtypes = [ctypes.c_size_t], [ctypes.c_size_t] * 2
+    libc.free.argtypes = [ctypes.c_void_p]
+    return libc
+
+
+def replay(flat: array[int], start: int) -> int:
+    """Take and give back in this process; the most bytes it held of that.
+
+    Args:
+        flat: slot and size of each event: bytes, `NODE`, or 0 where the slot is freed.
+        start: bytes of a piece that was taken and freed before.
+    """
+    libc = load_malloc()
+
+    def held() -> int:
+        info = libc.mallinfo2()
+        return info.arena + info.hblkhd
+
+    libc.free(libc.malloc(start))
+    nothing, most = held(), 0
+    pieces: dict[int, list[int]] = {}
+    for slot, size in zip(flat[::2], flat[1::2], strict=True):
+        if size == 0:
+            for piece in pieces.pop(slot):
+                libc.free(piece)
+        elif size == NODE:
+            pieces[slot] = [libc.malloc(n) for n in OF_NODE]
         else:
-            self.mapped -= size
-            if self.threshold < size <= MOST:
-                self.threshold, self.trim = size, 2 * size
-        self.aside += self.smalls.pop(key)
-        self._shed()
+            before = [libc.malloc(n) for n in BEFORE]
+            piece = libc.memalign(ALIGNED, size)
+            if piece is None:
+                raise MemoryError
+            pieces[slot] = [*before, piece, *(libc.malloc(n) for n in BEHIND)]
+            if size >= SEEN:
+                most = max(most, held() - nothing)
+    return most
 
-    def follow(self, name: Any, events: Iterable[tuple[int, int]]) -> None:
-        """Take and give as a `Tracker` has seen it."""
-        for number, size in events:
-            if size:
-                self.take((name, number), size)
-            else:
-                self.give((name, number))
 
-    def _take_small(self) -> tuple[int, int]:
-        return self.aside.pop() if self.aside else (self._cut(self._find(SMALL), SMALL), SMALL)
-
-    def _shed(self) -> None:
-        while len(self.aside) > ASIDE:
-            self._free(*self.aside.pop(0))
-
-    def _find(self, size: int) -> tuple[int, int] | None:
-        at = bisect_left(self.holes, (size, 0))
-        return self.holes[at] if at < len(self.holes) else None
-
-    def _cut(self, hole: tuple[int, int] | None, size: int) -> int:
-        """The start of so many bytes, of a hole or behind all others."""
-        if hole is None:
-            start, self.top = self.top, self.top + size
-            self.touched = max(self.touched, self.top)
-            return start
-        length, start = hole
-        self._close(length, start)
-        self._open(length - size, start + size)
-        return start
-
-    def _free(self, start: int, size: int) -> None:
-        """One with the holes beside it, or with the end of the heap, which goes when it is long."""
-        if (after := self.starts.get(start + size)) is not None:
-            self._close(after, start + size)
-            size += after
-        if (before := self.ends.get(start)) is not None:
-            self._close(start - before, before)
-            size, start = size + start - before, before
-        if start + size < self.top:
-            self._open(size, start)
-            return
-        self.top = start
-        if self.touched - start >= self.trim:
-            self.touched = start + LEAST
-
-    def _open(self, size: int, start: int) -> None:
-        if size > 0:
-            insort(self.holes, (size, start))
-            self.starts[start], self.ends[start + size] = size, start
-
-    def _close(self, size: int, start: int) -> None:
-        del self.holes[bisect_left(self.holes, (size, start))]
-        del self.starts[start], self.ends[start + size]
+if __name__ == "__main__":
+    given = array("q")
+    given.frombytes(sys.stdin.buffer.read())
+    print(replay(given, int(sys.argv[1])))

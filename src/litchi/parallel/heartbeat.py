@@ -40,7 +40,8 @@ SILENT_S = 30.0
 GONE_S = 5.0  # a launcher, which says it better, has ended this rank by then
 LOOK_S = 1.0  # between two looks at who is silent
 HUSH_S = 2.0
-BYE, ALARM = "bye", "alarm"
+QUIET_S = 3 * BEAT_S  # a rank that beats is heard of sooner
+BYE, ALARM, SAID = "bye", "alarm", "said"
 
 End = Callable[[RestartError | None], object]
 
@@ -101,13 +102,15 @@ class Ears:
         return sorted(rank for rank, at in self.gone.items() if now - at >= GONE_S)
 
     def stuck(self, now: float, hang_s: float) -> list[int]:
-        """All ranks that are left, the one furthest behind first, if none of them has moved for so long."""
+        """All ranks that are left if none of them has moved for so long: those that do not even beat first, wherever they
+        were, then the one furthest behind."""
         left = [rank for rank in range(len(self.heard)) if rank not in self.left]
         idle = {r: self.idle_s(r, now) for r in left}
         if not left or min(idle.values()) <= hang_s:
             return []
         places = self.places  # those who do not count micro-batches are not behind in them
-        return sorted(left, key=lambda r: (places[r].phases, places[r].parts % 2**31, -idle[r]))
+        quiet = {r: now - self.heard[r] > QUIET_S and r != self.rank for r in left}
+        return sorted(left, key=lambda r: (not quiet[r], places[r].phases, places[r].parts % 2**31, -idle[r]))
 
     def idle_s(self, rank: int, now: float) -> float:
         """For how long a rank has not moved; 0 in a phase of unknown length."""
@@ -262,7 +265,18 @@ class Heartbeat:
             time.sleep(2 * self.beat_s)
         if not speaks:
             time.sleep(HUSH_S)  # until it has been said: a launcher ends all as soon as one has ended
-        self.end(error if speaks else None)
+        self.end(error if self._may_speak(behind, speaks) else None)
+
+    def _may_speak(self, behind: Sequence[int], speaks: bool) -> bool:
+        """Whether nobody of this machine has said it: the one that should may stand still. Without a store to ask in,
+        as was decided."""
+        if self.ranks.world == 1 or self.ranks.rank in behind:
+            return speaks
+        first: list[int] = []
+        ask = threading.Thread(target=lambda: first.append(self.store.add(f"{SAID} {self.host}", 1)), daemon=True)
+        ask.start()  # it may not answer
+        ask.join(HUSH_S)
+        return first[0] == 1 if first else speaks
 
     def _ask(self, rank: int) -> None:
         own, other = self.processes[self.ranks.rank], self.processes[rank]

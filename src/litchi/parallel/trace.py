@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ from litchi.model.scoring import ask_rows
 from litchi.model.sizes import read_shape
 from litchi.model.token_loss import rows_at_once
 from litchi.model.vision import mark_windowed
-from litchi.parallel.heap import Heap
+from litchi.parallel.heap import NODE, measure_held
 from litchi.types import Batch, VisionSpec
 
 if TYPE_CHECKING:
@@ -42,15 +42,16 @@ if TYPE_CHECKING:
 
 DEEP = 8  # layers or blocks; a deeper model is traced with fewer
 FEW = 2
+VARY = 0.003  # by which two micro-batches of a step differ: a hole must not be of the very size that is wanted
 
 
 class Tracker(TorchDispatchMode):
-    """Bytes of all storages that live, and the most of them since `mark`; `events` are what is taken (number, size)
-    and freed (number, 0), in order."""
+    """Bytes of all storages that live, and the most of them since `mark`; `events` are what is taken (key, size) and
+    freed (key, 0), in order, with the nodes of autograd's graph."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[tuple[int, int]] = []
+        self.events: list[tuple[Hashable, int]] = []
         self.live = self.peak = 0
         self.known: dict[int, Any] = {}
 
@@ -81,12 +82,31 @@ class Tracker(TorchDispatchMode):
         peak, self.peak = self.peak, self.live
         return peak
 
+    def note_node(self, node: Any) -> None:
+        """Count a node of the graph until the graph is let go."""
+        if self not in node.metadata:
+            node.metadata[self] = _Node(self.events)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                self.note_node(leaf.grad_fn)
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.note(leaf)
         return out
+
+
+class _Node:
+    """What autograd keeps of an operation: from here to its end."""
+
+    def __init__(self, events: list[tuple[Hashable, int]]) -> None:
+        self.events, self.number = events, len(events)
+        events.append((self.number, NODE))
+
+    def __del__(self) -> None:
+        self.events.append((self.number, 0))
 
 
 @dataclass(frozen=True)
@@ -233,39 +253,37 @@ class Kept:
 def measure_resident(
     config: Mapping[str, Any], trainable: Trainable, stream: Stream, setup: Setup, kept: Kept, micro: int
 ) -> int:
-    """The most bytes of tensors and holes between them that a process on a CPU holds in two steps.
+    """The most bytes of tensors, of what autograd keeps and of holes that a process on a CPU holds in two steps.
 
     Args:
         micro: micro-batches of a step; more than two find what the second left.
     """
     owner = make_owner(dict(config), trainable, setup)
-    batch = make_stream(stream, owner.spec, folds_stills(part(owner.hf, owner.family.vision)), rerank=setup.rerank)
+    folds = folds_stills(part(owner.hf, owner.family.vision))
     trained = [p for p in owner.parameters() if p.requires_grad]
     tracker = Tracker()
     tracker.leave_out([*owner.parameters(), *owner.buffers()])
-    with _as_on(setup), tracker:
-        for _ in range(min(micro, 2)):
-            owner(batch).loss.backward()
-    update = len(tracker.events)
-    for p in trained:
-        p.grad = None
-    heap = Heap()
 
     def keep(name: str, parameters: Iterable[Tensor], times: float = 1.0) -> None:
         for number, p in enumerate(parameters):
             for copy_ in range(math.ceil(times)):
                 share = kept.share * min(1.0, times - copy_)
-                heap.take((name, number, copy_), round(p.numel() * p.element_size() * share))
+                tracker.events.append(((name, number, copy_), round(p.numel() * p.element_size() * share)))
 
     keep("weights", owner.parameters())
     keep("copies", trained, float(kept.apart))
     for step in range(2):
-        heap.follow(step, tracker.events[:update])
+        with _as_on(setup), tracker:
+            for n in range(min(micro, 2)):
+                tokens = round(stream.tokens * (1 + (VARY if (n + step) % 2 else -VARY)))
+                some = make_stream(replace(stream, tokens=tokens), owner.spec, folds, rerank=setup.rerank)
+                owner(some).loss.backward()
         if step == 0:
             keep("rooms", trained, float(kept.apart))
             keep("states", trained, kept.states)
-        heap.follow(step, tracker.events[update:])
-    return heap.peak
+        for p in trained:
+            p.grad = None
+    return measure_held(tracker.events)
 
 
 def make_owner(config: dict[str, Any], trainable: Trainable, setup: Setup) -> LitchiModel:
@@ -307,8 +325,13 @@ def make_stream(stream: Stream, spec: VisionSpec, folds: bool, *, rerank: bool) 
     patches = sum(t * h * w for t, h, w in stream.grids)
     features = min(patches // spec.merge**2, tokens)
     width = 3 * spec.patch**2 * (spec.temporal if stream.wide or not folds else 1)
-    edges = [*range(0, tokens, max(1, stream.lengths)), tokens]
-    picked = torch.arange(rows) * max(1, (tokens - 1) // rows)
+    starts = [at + n % 2 for n, at in enumerate(range(0, tokens, max(2, stream.lengths)))]  # no two are of one length
+    edges = [*(at for at in starts if at < tokens), tokens]
+    if rerank:
+        picked = torch.arange(rows) * max(1, (tokens - 1) // rows)
+    else:  # answers, at the ends of the samples
+        counts = [rows * b // tokens - rows * a // tokens for a, b in pairwise(edges)]
+        picked = torch.cat([torch.arange(b - n, b) for n, b in zip(counts, edges[1:], strict=True)])
     return Batch(
         ids=torch.zeros(tokens, dtype=torch.int64),
         positions=torch.zeros(3, tokens, dtype=torch.int64),
@@ -366,10 +389,8 @@ def _as_on(setup: Setup) -> Iterator[None]:
     def cuda_norm(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.variance_epsilon)
 
-    def some_rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """The first of the pieces: what they are written to is there already, and each is freed before the next."""
-        flat = [t.view(-1, t.shape[-1]) for t in tensors]
-        yield tuple(t[: leaves.ROWS] for t in flat)
+    def in_rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        return zip(*(t.view(-1, t.shape[-1]).split(leaves.ROWS) for t in tensors), strict=True)
 
     with ExitStack() as stack:
 
@@ -387,7 +408,7 @@ def _as_on(setup: Setup) -> Iterator[None]:
         if cuda:
             swap(leaves.RMSNorm, "forward", cuda_norm)
         else:
-            swap(leaves, "_in_rows", some_rows)
+            swap(leaves, "_in_rows", in_rows)
         yield
 
 

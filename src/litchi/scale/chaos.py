@@ -116,7 +116,7 @@ def _stop_once(room: Room, out: str, number: int, moment: Callable[[Run], object
     return notice_s
 
 
-def halt_rank(room: Room, out: str, *, rank: int = 1, hang_s: float = 4.0, step: int = 5) -> float:
+def halt_rank(room: Room, out: str, *, rank: int = 1, hang_s: float = 10.0, step: int = 5) -> float:
     """SIGSTOP a rank: it is named, the other writes its stacks, all start again. Where it had not yet told the other
     that it is past its start, its silence counts, 30 s, and not `train.hang_s`."""
     with room.running(out, f"train.hang_s={hang_s}") as run:

@@ -1,6 +1,7 @@
 """The page of `litchi compare`: tables and plots in one file that needs no network and runs no script.
 
-the JSON answer, losses of each run -> HTML with the answer inside, in <script type="application/json" id="answer">
+the JSON answer, losses of each run -> HTML with the answer inside, in <script type="application/json" id="answer">;
+a number of a table is shown rounded, and stands in full in its <data value>
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from litchi.scale.compare import figure, forecast_rows, say
+from litchi.scale.compare import forecast_rows, say
 from litchi.train.durable import format_bytes
 from litchi.train.metrics import format_time
 
@@ -46,14 +47,13 @@ def format_page(answer: Mapping[str, Any], losses: Mapping[str, Sequence[Point]]
     """
     runs = answer["runs"]
     data = json.dumps(answer, ensure_ascii=False).replace("<", "\\u003c")
-    planned = forecast_rows(runs)
     sections = [
         ("Cost and speed", _runs_table(runs)),
         ("Speed-up", draw_speedup(answer)),
         ("Cost of an epoch, relative to the first", _bars(runs, "relative_cost", "{:.0%}".format)),
         ("Time of an epoch", _bars(runs, "epoch_s", format_time)),
         ("Where the time goes", _shares(runs)),
-        ("Planned and measured", _table(planned) if planned else ""),
+        ("Planned and measured", _planned_table(runs)),
         ("Loss", draw_lines(losses, across="step", up="loss")),
         ("Metrics", _metrics_table(runs)),
         ("Extrapolated, not measured", _more_table(answer["extrapolation"])),
@@ -77,9 +77,20 @@ def thin_losses(steps: Sequence[Mapping[str, Any]]) -> list[Point]:
 # ----------------------------------------------------------------------------------------------------------- tables
 
 
+class Html(str):
+    """A text that is HTML already."""
+
+
+def _number(value: float | None, how: Callable[[float], str]) -> Html:
+    """A cell: a figure as it is read, and as it is."""
+    text = escape(say(value, how))
+    return Html(text if value is None else f'<data value="{value!r}">{text}</data>')
+
+
 def _table(rows: Sequence[Sequence[str]]) -> str:
     def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+        found = (cell if isinstance(cell, Html) else escape(cell) for cell in cells)
+        return "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in found) + "</tr>"
 
     return "<table>" + line(rows[0], "th") + "".join(line(row, "td") for row in rows[1:]) + "</table>"
 
@@ -88,26 +99,45 @@ def _runs_table(runs: Sequence[Mapping[str, Any]]) -> str:
     head = ("run", "ranks", "epoch", "known by", "speed-up", "efficiency", "peak memory", "rank hours", "cost")
     rows: list[Sequence[str]] = [(*head, "relative cost")]
     for run in runs:
-        figures = say(run["speedup"], "{:.2f}x".format), say(run["efficiency"], "{:.0%}".format)
-        costs = f"{run['rank_hours']:.3g}", f"{run['cost']:.2f}", say(run["relative_cost"], "{:.0%}".format)
-        epoch = say(run["epoch_s"], format_time), run["epoch_basis"]
-        rows.append((run["name"], str(run["ranks"]), *epoch, *figures, format_bytes(run["peak_bytes"]), *costs))
+        known = _number(run["ranks"], str), _number(run["epoch_s"], format_time), run["epoch_basis"]
+        figures = _number(run["speedup"], "{:.2f}x".format), _number(run["efficiency"], "{:.0%}".format)
+        taken = _number(run["peak_bytes"], format_bytes), _number(run["rank_hours"], "{:.3g}".format)
+        costs = _number(run["cost"], "{:.2f}".format), _number(run["relative_cost"], "{:.0%}".format)
+        rows.append((run["name"], *known, *figures, *taken, *costs))
     return _table(rows)
 
 
 def _metrics_table(runs: Sequence[Mapping[str, Any]]) -> str:
     names = list(dict.fromkeys(name for run in runs for name in run["metrics"]))
-    if not names:
-        return ""
+
+    def cell(run: Mapping[str, Any], name: str) -> Html:
+        if name not in run["metrics"]:
+            return Html("")
+        value, *ends = (_number(x, "{:.4f}".format) for x in (run["metrics"][name], *run["intervals"].get(name, ())))
+        return Html(value + (f"&ensp;[{', '.join(ends)}]" if ends else ""))
+
     head = ("metric", *(run["name"] for run in runs))
-    return _table([head, *((name, *(figure(run, name) for run in runs)) for name in names)])
+    return _table([head, *((name, *(cell(run, name) for run in runs)) for name in names)]) if names else ""
+
+
+def _planned_table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """As `forecast_rows`, with the numbers in full."""
+    rows = forecast_rows(runs)
+    found = [run["forecast"] for run in runs if run["forecast"] is not None]
+
+    def full(text: Sequence[str], f: Mapping[str, Any]) -> Sequence[str]:
+        values = f["planned_bytes"], max(f["peak_bytes"]), f["memory_off"], f["planned_step_s"], f["step_s"]
+        pairs = zip((*values, f["time_off"]), text[1:], strict=True)
+        return text[0], *(_number(value, lambda _, shown=shown: shown) for value, shown in pairs)
+
+    return _table([rows[0], *map(full, rows[1:], found)]) if rows else ""
 
 
 def _more_table(more: Mapping[str, Any]) -> str:
-    rows = [("ranks", "epoch", "speed-up", "relative cost")]
+    rows: list[Sequence[str]] = [("ranks", "epoch", "speed-up", "relative cost")]
     for point in more["points"]:
-        figures = f"{point['speedup']:.2f}x", f"{point['relative_cost']:.0%}"
-        rows.append((str(point["ranks"]), format_time(point["epoch_s"]), *figures))
+        figures = _number(point["speedup"], "{:.2f}x".format), _number(point["relative_cost"], "{:.0%}".format)
+        rows.append((_number(point["ranks"], str), _number(point["epoch_s"], format_time), *figures))
     notes = "".join(f"<li>{escape(text)}</li>" for text in more["assumptions"])
     return (_table(rows) if more["points"] else "") + f"<ul>{notes}</ul>"
 
