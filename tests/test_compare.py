@@ -284,7 +284,7 @@ def test_a_browser_shows_the_numbers_of_the_json(tmp_path, open_page, shot):
     assert answer["runs"][1]["forecast"] is not None
     shown, count = compare_in_browser(open_page, page, answer)
     assert count == 2 * 8 + 4 * 3 + 3 + 1 + 4
-    assert shown.get_by_role("heading", level=2).count() == 8
+    assert shown.get_by_role("heading", level=2).count() == 9
     shot(shown, "compare")
 
 

@@ -82,9 +82,12 @@ class Html(str):
 
 
 def _number(value: float | None, how: Callable[[float], str]) -> Html:
-    """A cell: a figure as it is read, and as it is."""
-    text = escape(say(value, how))
-    return Html(text if value is None else f'<data value="{value!r}">{text}</data>')
+    return _data(value, say(value, how))
+
+
+def _data(value: float | None, shown: str) -> Html:
+    """A figure as it is read, and as it is."""
+    return Html(escape(shown) if value is None else f'<data value="{value!r}">{escape(shown)}</data>')
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
@@ -127,8 +130,7 @@ def _planned_table(runs: Sequence[Mapping[str, Any]]) -> str:
 
     def full(text: Sequence[str], f: Mapping[str, Any]) -> Sequence[str]:
         values = f["planned_bytes"], max(f["peak_bytes"]), f["memory_off"], f["planned_step_s"], f["step_s"]
-        pairs = zip((*values, f["time_off"]), text[1:], strict=True)
-        return text[0], *(_number(value, lambda _, shown=shown: shown) for value, shown in pairs)
+        return text[0], *(_data(*pair) for pair in zip((*values, f["time_off"]), text[1:], strict=True))
 
     return _table([rows[0], *map(full, rows[1:], found)]) if rows else ""
 

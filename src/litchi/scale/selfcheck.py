@@ -133,12 +133,12 @@ def limit_of(precision: str, device: str) -> float:
 def list_jobs(most: int, *, quick: bool = False) -> list[Job]:
     """The jobs for up to `most` ranks: of two kinds of training with `quick`, of each that trains with fewer than four
     ranks, of every kind otherwise; in bf16 one kind. In fp64, where no mistake can hide in rounding, once more those of
-    `quick`, or every kind. 4-bit weights need their library, and are not computed in fp64."""
+    `quick`, from four ranks on all that train in full: of the others norms agree in fp32. 4-bit weights need a library."""
     kinds = QUICK if quick else EACH if most < MANY else [(kind, task) for kind in TRAINED for task in TASKS]
     kinds = [kind for kind in kinds if "nf4" not in kind[0] or find_spec("bitsandbytes")]
     jobs = [Job(layout, *kind) for kind in kinds for layout in ("one", *LAYOUTS)]
     jobs += [] if quick else [Job(layout, *IN_BF16, "bf16") for layout in ("one", *LAYOUTS)]
-    wide = QUICK if most < MANY else [kind for kind in kinds if "nf4" not in kind[0]]
+    wide = QUICK if most < MANY else [*QUICK, *(kind for kind in kinds if "full" in kind[0] and kind not in QUICK)]
     jobs += [Job(layout, *kind, "fp64") for kind in wide for layout in ("one", *LAYOUTS)]
     return [job for job in jobs if job.ranks <= most and job.possible]
 
