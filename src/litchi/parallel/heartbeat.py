@@ -102,8 +102,8 @@ class Ears:
         return sorted(rank for rank, at in self.gone.items() if now - at >= GONE_S)
 
     def stuck(self, now: float, hang_s: float) -> list[int]:
-        """All ranks that are left if none of them has moved for so long: those that do not even beat first, wherever they
-        were, then the one furthest behind."""
+        """All ranks that are left if none of them has moved for so long: those that do not even beat first,
+        wherever they were, then the one furthest behind."""
         left = [rank for rank in range(len(self.heard)) if rank not in self.left]
         idle = {r: self.idle_s(r, now) for r in left}
         if not left or min(idle.values()) <= hang_s:

@@ -133,7 +133,7 @@ def limit_of(precision: str, device: str) -> float:
 def list_jobs(most: int, *, quick: bool = False) -> list[Job]:
     """The jobs for up to `most` ranks: of two kinds of training with `quick`, of each that trains with fewer than four
     ranks, of every kind otherwise; in bf16 one kind. In fp64, where no mistake can hide in rounding, once more those of
-    `quick`, from four ranks on all that train in full: of the others norms agree in fp32. 4-bit weights need a library."""
+    `quick`, from four ranks on all that train in full: norms of the others agree in fp32. 4-bit weights need theirs."""
     kinds = QUICK if quick else EACH if most < MANY else [(kind, task) for kind in TRAINED for task in TASKS]
     kinds = [kind for kind in kinds if "nf4" not in kind[0] or find_spec("bitsandbytes")]
     jobs = [Job(layout, *kind) for kind in kinds for layout in ("one", *LAYOUTS)]
