@@ -56,6 +56,7 @@ def assert_near(found, wanted):
         assert ours == pytest.approx(theirs, abs=NEAR)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
 def test_served_scores_are_those_of_evaluation_and_training(server, ranks, tmp_path, count):
     """Alone, all at once and in random batches."""

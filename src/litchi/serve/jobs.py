@@ -5,6 +5,9 @@ ScoreJob -> Scores        ChatJob -> text, piece by piece, then Answer
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,3 +91,27 @@ class EngineSpec:
     device: int = 0
     like: str | None = None
     url: str | None = None
+
+
+class Front:
+    """The front as the process of an engine has it; when it is gone, the process has no purpose and ends."""
+
+    def __init__(self, pipe: Any):
+        self.pipe, self.writing = pipe, threading.Lock()
+
+    def tell(self, *message: Any) -> None:
+        """Send a message, from any thread."""
+        try:
+            with self.writing:
+                self.pipe.send(message)
+        except OSError:
+            os._exit(0)
+
+    def messages(self) -> Iterator[tuple[Any, ...]]:
+        """What the front says, as it comes."""
+        while True:
+            try:
+                message = self.pipe.recv()
+            except (EOFError, OSError):
+                os._exit(0)
+            yield message

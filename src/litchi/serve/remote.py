@@ -14,7 +14,6 @@ import json
 import os
 import re
 import signal
-import threading
 import time
 import traceback
 import urllib.error
@@ -35,7 +34,7 @@ from litchi.data.render import Renderer
 from litchi.data.templates import RerankTemplate
 from litchi.errors import UserError
 from litchi.model.build import resolve_model
-from litchi.serve.jobs import Answer, ChatJob, EngineSpec, Facts, Job, ScoreJob, Scores
+from litchi.serve.jobs import Answer, ChatJob, EngineSpec, Facts, Front, Job, ScoreJob, Scores
 from litchi.serve.limits import Refusal
 from litchi.train.target import find_target, target_config
 from litchi.types import ChatSample, Content, Document, Media, Part, RerankSample, Source, Turn
@@ -224,25 +223,13 @@ class Relay:
     """Jobs of the front, each a few calls of the other server at a time."""
 
     def __init__(self, remote: Remote, pipe: Any):
-        self.remote, self.pipe = remote, pipe
-        self.writing = threading.Lock()
+        self.remote, self.front = remote, Front(pipe)
         self.known: set[int] = set()  # requests somebody waits for
         self.calls, self.jobs = ThreadPoolExecutor(CALLS), ThreadPoolExecutor(CALLS)
 
-    def tell(self, *message: Any) -> None:
-        try:
-            with self.writing:
-                self.pipe.send(message)
-        except OSError:
-            os._exit(0)
-
     def run(self) -> None:
-        """Take in what the front says, until it is gone."""
-        while True:
-            try:
-                message = self.pipe.recv()
-            except (EOFError, OSError):
-                os._exit(0)
+        """Take in what the front says."""
+        for message in self.front.messages():
             if message[0] == "job":
                 self.known.add(message[1])
                 self.jobs.submit(self._do, message[1], message[2], time.monotonic())
@@ -258,12 +245,14 @@ class Relay:
             else:
                 done = self._answer(number, job, came_s, began)
             if done is not None:
-                self.tell("done", number, done)
+                self.front.tell("done", number, done)
         except Refusal as refusal:
-            self.tell("refused", number, refusal)
+            self.front.tell("refused", number, refusal)
         except Exception:
             traceback.print_exc()
-            self.tell("refused", number, Refusal(502, "engine_error", "the engine behind this server gave no answer"))
+            self.front.tell(
+                "refused", number, Refusal(502, "engine_error", "the engine behind this server gave no answer")
+            )
         finally:
             self.known.discard(number)
 
@@ -283,7 +272,7 @@ class Relay:
         logits = tuple(tuple(next(scores) for _ in sample.documents) for sample in job.samples)
         tokens, now = sum(count for _, count in found), time.monotonic()
         nothing = dict.fromkeys(("waiting", "found", "asked", "cache_bytes", "prefix_bytes", "saved_tokens"), 0)
-        self.tell("stats", {**nothing, "documents": len(found), "tokens": tokens, "batch_s": now - began})
+        self.front.tell("stats", {**nothing, "documents": len(found), "tokens": tokens, "batch_s": now - began})
         return Scores(logits, tokens, began - came_s, now - began)
 
     def _answer(self, number: int, job: ChatJob, came_s: float, began: float) -> Answer | None:
@@ -293,7 +282,7 @@ class Relay:
                 return None
             if text:
                 said.append(text)
-                self.tell("text", number, text)
+                self.front.tell("text", number, text)
             reason, usage = ended or reason, counted or usage
         counts = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
         return Answer("".join(said), reason, *counts, began - came_s, time.monotonic() - began)
@@ -343,5 +332,5 @@ def run_remote(pipe: Any, spec: EngineSpec) -> None:
         traceback.print_exc()
         pipe.send(("failed", UserError(f"the engine cannot be asked: {type(error).__name__}: {error}")))
         return
-    relay.tell("ready", relay.remote.facts, warnings)
+    relay.front.tell("ready", relay.remote.facts, warnings)
     relay.run()

@@ -29,7 +29,7 @@ from litchi.errors import UserError
 from litchi.serve.answers import Growing
 from litchi.serve.batcher import Batcher, Kind, Work
 from litchi.serve.engine import Engine, compare_scores, sample_picture
-from litchi.serve.jobs import Answer, ChatJob, EngineSpec, Job, ScoreJob, Scores
+from litchi.serve.jobs import Answer, ChatJob, EngineSpec, Front, Job, ScoreJob, Scores
 from litchi.serve.limits import Refusal
 from litchi.serve.preparing import Piece, Preparer
 from litchi.types import ChatSample, Content, Document, Media, RerankSample, Source, Turn
@@ -70,8 +70,7 @@ class Worker:
     """The loop of an engine's process."""
 
     def __init__(self, engine: Engine, pipe: Any):
-        self.engine, self.pipe = engine, pipe
-        self.writing = threading.Lock()
+        self.engine, self.front = engine, Front(pipe)
         self.batcher = Batcher(engine.budget, HELD_BYTES)
         self.jobs: queue.SimpleQueue[tuple[int, Job, float] | None] = queue.SimpleQueue()
         self.known: set[int] = set()  # requests somebody waits for
@@ -87,23 +86,11 @@ class Worker:
             ThreadPoolExecutor(min(4, os.cpu_count() or 1)),
         )
 
-    def tell(self, *message: Any) -> None:
-        """Send a message; without anyone to hear it the process has no purpose."""
-        try:
-            with self.writing:
-                self.pipe.send(message)
-        except OSError:
-            os._exit(0)
-
     # ------------------------------------------------------------------------------------------ the pipe's thread
 
     def read_pipe(self) -> None:
-        """Take in what the front says, until it is gone."""
-        while True:
-            try:
-                message = self.pipe.recv()
-            except (EOFError, OSError):
-                os._exit(0)
+        """Take in what the front says."""
+        for message in self.front.messages():
             if message[0] == "job":
                 with self.guard:
                     self.known.add(message[1])
@@ -125,11 +112,11 @@ class Worker:
                 works = self.preparer.prepare(number, job, came_s)
             except Refusal as refusal:
                 self._forget(number)
-                self.tell("refused", number, refusal)
+                self.front.tell("refused", number, refusal)
             except Exception:
                 traceback.print_exc()
                 self._forget(number)
-                self.tell("refused", number, FAILED)
+                self.front.tell("refused", number, FAILED)
             else:
                 logits = [[math.nan] * len(s.documents) for s in job.samples] if isinstance(job, ScoreJob) else []
                 tokens, frame = sum(w.load.example.tokens for w in works), works[0].load.frame
@@ -191,7 +178,7 @@ class Worker:
     def _refuse(self, number: int, refusal: Refusal) -> None:
         self.batcher.drop(number)
         self._forget(number)
-        self.tell("refused", number, refusal)
+        self.front.tell("refused", number, refusal)
 
     def _score(self, taken: list[Taken]) -> None:
         began = time.monotonic()
@@ -200,7 +187,7 @@ class Worker:
         took_s = time.monotonic() - began
         documents, tokens = sum(map(len, scores)), sum(piece.example.tokens for piece in pieces)
         memory = self.engine.memory
-        self.tell(
+        self.front.tell(
             "stats",
             {"documents": documents, "tokens": tokens, "batch_s": took_s}
             | {"waiting": len(self.batcher.waiting), "found": memory.found, "asked": memory.asked}
@@ -226,7 +213,7 @@ class Worker:
             self._forget(request.number)
             waited, worked = self._times(request)
             logits = tuple(tuple(group) for group in request.logits)
-            self.tell("done", request.number, Scores(logits, request.tokens, waited, worked))
+            self.front.tell("done", request.number, Scores(logits, request.tokens, waited, worked))
 
     def _times(self, request: Open) -> tuple[float, float]:
         taken = request.taken_s or request.came_s
@@ -267,14 +254,14 @@ class Worker:
                 continue
             text = growing.add(token)
             if text:
-                self.tell("text", request.number, text)
+                self.front.tell("text", request.number, text)
             if growing.reason is not None:
                 growth.dropped.add(member)
                 self._forget(request.number)
                 times = self._times(request)
                 said = growing.text if request.frame is None else restore_boxes(growing.text, request.frame)
                 answer = Answer(said, growing.reason, prompt, len(growing.ids), *times)
-                self.tell("done", request.number, answer)
+                self.front.tell("done", request.number, answer)
 
 
 def check_engine(worker: Worker) -> list[str]:
@@ -331,5 +318,5 @@ def run_worker(pipe: Any, spec: EngineSpec) -> None:
         traceback.print_exc()
         pipe.send(("failed", UserError(f"the model cannot be opened: {type(error).__name__}: {error}")))
         return
-    worker.tell("ready", worker.engine.facts, warnings)
+    worker.front.tell("ready", worker.engine.facts, warnings)
     worker.run()
