@@ -188,18 +188,27 @@ def compiled(bench: Bench) -> float:
 
 def resumed(bench: Bench) -> float:
     """Dropout, AdamW, a falling rate: losses of all steps and every byte of the last checkpoint."""
-    again = shutil.copytree(bench.run, bench.folder / "again", ignore=shutil.ignore_patterns("export"))
+    return _resumed(bench, bench.run)
+
+
+def resumed_8bit(bench: Bench) -> float:
+    words = "optim.name=adamw8bit", "train.export=never"
+    return _resumed(bench, bench.train(bench.folder / "8bit", *words), *words)
+
+
+def _resumed(bench: Bench, run: Path, *words: str) -> float:
+    again = shutil.copytree(run, run.with_name(f"{run.name}-again"), ignore=shutil.ignore_patterns("export"))
     (again / "done.json").unlink()
     shutil.rmtree(list_checkpoints(again)[-1].folder)
-    return _bits_apart(bench, bench.train(again))
+    return _bits_apart(bench.train(again, *words), run)
 
 
 def repeated(bench: Bench) -> float:
-    return _bits_apart(bench, bench.train(bench.folder / "repeated", "data.workers=2", "train.export=never"))
+    return _bits_apart(bench.train(bench.folder / "repeated", "data.workers=2", "train.export=never"), bench.run)
 
 
-def _bits_apart(bench: Bench, run: Path) -> float:
-    lines, files = zip(*(_ended(one) for one in (run, bench.run)), strict=True)
+def _bits_apart(run: Path, other: Path) -> float:
+    lines, files = zip(*(_ended(one) for one in (run, other)), strict=True)
     return each_apart(*lines) if files[0] == files[1] else math.inf
 
 
@@ -216,9 +225,31 @@ def adapted(bench: Bench) -> float:
     return apart(bench.scores(bench.run / "export" / "adapter", bench.groups), _trained(bench))
 
 
-def _trained(bench: Bench) -> list[float]:
+def _trained(bench: Bench, run: Path | None = None) -> list[float]:
     """Scores of the trained weights as the last checkpoint has them."""
-    return bench.scores(list_checkpoints(bench.run)[-1].folder, bench.groups)
+    return bench.scores(list_checkpoints(run or bench.run)[-1].folder, bench.groups)
+
+
+def merged_dora(bench: Bench) -> float:
+    run = bench.train(bench.folder / "dora", "trainable.lora.variant=dora", "trainable.lora.dropout=0")
+    return apart(bench.scores(run / "export", bench.groups), _trained(bench, run))
+
+
+def int8_base(bench: Bench) -> float:
+    """The language's weights rounded by hand, row by row to 127 steps of its largest, and held as they were."""
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(builtin_folder(), bench.folder / "rounded")
+    tensors = load_file(folder / "model.safetensors")
+    names = [name for name in tensors if re.search(r"model\.layers\.\d+\.\w+\.\w+_proj\.weight$", name)]
+    for name in names:
+        whole = tensors[name].float()
+        step = whole.abs().amax(1, keepdim=True) / 127
+        tensors[name] = (whole / step).round() * step
+    assert names
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    kind = "LoRA, language", "rerank"
+    return each_apart(bench.losses(*kind, "model.quantize=int8"), bench.losses(*kind, f"model.path={folder}"))
 
 
 def rounded(bench: Bench) -> float:
@@ -331,10 +362,20 @@ CHECKS = (
     Check("compiled", "losses with compiled blocks = plain ones", compiled, LOSS, quick=False, twice=False),
     Check("resume", "losses, weights and optimizer state of a resumed run = uninterrupted, bit by bit", resumed, BITS),
     Check(
+        "8-bit AdamW",
+        "the same of a resumed run with its state in 8 bits",
+        resumed_8bit,
+        BITS,
+        quick=False,
+        twice=False,
+    ),
+    Check(
         "repeated", "the same of a second run, with two loaders = of the first, bit by bit", repeated, BITS, quick=False
     ),
     Check("merged export", "scores of the merged export = of the checkpoint", exported, SCORE),
     Check("adapter", "scores of base and adapter = of the checkpoint", adapted, SCORE),
+    Check("DoRA", "scores of its merged export = of its checkpoint", merged_dora, SCORE, quick=False, twice=False),
+    Check("int8 base", "losses on it = on a base rounded by hand", int8_base, LOSS, quick=False, twice=False),
     Check("nf4 export", "scores of the 4-bit export = of the merged one loaded in 4 bits", rounded, SCORE, quick=False),
     Check("served", "logits over HTTP = scores of `litchi score`", served, SCORE, quick=False),
     Check("video timing", "positions of pictures and clips = those of transformers", video_times, BITS, twice=False),
