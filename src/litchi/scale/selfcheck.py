@@ -60,7 +60,7 @@ TRAINED = {
     "LoRA, nf4": "trainable={language: lora, lora: {rank: 4}}",
 }
 SAME = {"cpu": 1e-6, "cuda": 1e-5, "bf16": 1e-2, "fp64": 1e-10}  # relative, of losses; of fp32 by the device
-NORMS = {"fp32": 100, "bf16": 10, "fp64": 1}  # so many times as much of gradient norms
+NORMS = {"fp32": 100, "bf16": 20, "fp64": 1}  # so many times as much of gradient norms
 TASKS = {  # micro-batches so small that every layout accumulates
     "chat": ("task=chat", "data.train={folder}/chat.jsonl", "train.micro_batch_tokens=100"),
     "rerank": ("task=rerank", "data.train={folder}/rerank.jsonl", "train.micro_batch_tokens=400"),
