@@ -144,6 +144,7 @@ def test_litchis_own_form_in_every_kind_of_file(task, rows, kind, tmp_path):
 HELD = {  # what each format keeps of the rich rows, beside what it was made for
     "sharegpt": {"train: false", "turns"},
     "llava": {"train: false", "turns", "system turn"},
+    "alpaca": {"train: false", "turns"},
     "ms-swift": set(),
     "ms-swift-reranker": set(),
     "qwen3-vl-reranker": set(),
@@ -262,6 +263,27 @@ FOREIGN = [
             ]
         },
     ),
+    (
+        "alpaca",
+        {
+            "instruction": "<image>Sort.",
+            "input": "b, a",
+            "output": "a, b",
+            "system": "S",
+            "history": [["q", "r"]],
+            "images": ["0.png"],
+        },
+        {
+            "messages": [
+                {"role": "system", "content": "S"},
+                *chat("q", "r")["messages"],
+                *chat([{"type": "image", "image": "0.png"}, {"type": "text", "text": "Sort.\nb, a"}], "a, b")[
+                    "messages"
+                ],
+            ]
+        },
+    ),
+    ("alpaca", {"instruction": "Name one.", "input": "", "output": "A", "history": []}, chat("Name one.", "A")),
     ("qa", {"image": "0.png", "question": "Q?", "answer": "[1]"}, chat("<image>Q?", "[1]", images=["0.png"])),
     (
         "ms-swift-reranker",

@@ -38,14 +38,15 @@ on_glibc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glib
 
 @on_glibc
 def test_what_is_freed_is_taken_again_unless_something_lies_between():
-    """Four pieces of 4 MB, freed, then one of 16 MB: the same room, or as much again where a graph's node is left."""
-    plain = [(n, 4 * MB) for n in range(4)] + [(n, 0) for n in range(4)] + [("whole", 15 * MB)]
-    assert heap._replay_apart(number(plain), 31 * MB) == pytest.approx(16 * MB, rel=0.02)
-    nodes = [event for n in range(4) for event in ((("node", n), NODE), (n, 4 * MB))]
-    held = [*nodes, *((n, 0) for n in range(4)), ("whole", 15 * MB)]
-    assert heap._replay_apart(number(held), 31 * MB) == pytest.approx(31 * MB, rel=0.02)
-    freed = [*nodes, *((n, 0) for n in range(4)), *((("node", n), 0) for n in range(4)), ("whole", 15 * MB)]
-    assert heap._replay_apart(number(freed), 31 * MB) == pytest.approx(16 * MB, rel=0.05)
+    """62 MB in small pieces, freed, then 20 in one: the same room, and new one where nodes of a graph are left."""
+
+    def held(*between):
+        events = [event for n in range(1000) for event in ((("node", n), NODE), (n, MB // 16))]
+        freed = [(n, 0) for n in range(1000)]
+        return heap._replay_apart(number([*events, *freed, *between, ("whole", 20 * MB)]), 31 * MB)
+
+    assert held() == pytest.approx(83.5 * MB, rel=0.02)
+    assert held(*((("node", n), 0) for n in range(1000))) == pytest.approx(63.5 * MB, rel=0.02)
 
 
 @on_glibc

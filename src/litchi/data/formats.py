@@ -298,6 +298,25 @@ def _write_swift(sample: ChatSample, refer: Refer, lost: set[str]) -> list[Recor
     return [record | given(images=images, videos=videos) | dict(sample.fields)]
 
 
+def _read_alpaca(records: Sequence[Record]) -> Record:
+    (record,) = records
+    asked = [part for part in (record.get("instruction"), record.get("input")) if part not in (None, "")]
+    whole = "\n".join(asked) if all(isinstance(part, str) for part in asked) else asked  # which is refused
+    rest = without(record, "instruction", "input", "output")
+    return _read_swift([rest | {"query": whole, "response": record.get("output")}])
+
+
+def _write_alpaca(sample: ChatSample, refer: Refer, lost: set[str]) -> list[Record]:
+    _alternate(sample)
+    turns, images, videos = _marked(sample, refer, lost)
+    lost |= set() if all(turn.train for turn, _ in turns) else {"train: false"}
+    system = turns[0][1] if turns[0][0].role == "system" else None
+    said = [text for turn, text in turns if turn.role != "system"]
+    *history, (asked, told) = ([q, a] for q, a in zip(said[::2], said[1::2], strict=True))
+    record = given(id=own_id(sample), system=system, history=history, images=images, videos=videos)
+    return [record | {"instruction": asked, "input": "", "output": told} | dict(sample.fields)]
+
+
 def _read_qa(records: Sequence[Record]) -> Record:
     (record,) = records
     parts = [{"type": kind, kind: ref} for kind in ("image", "video") for ref in listed(record.get(kind))]
@@ -333,6 +352,7 @@ CHAT: dict[str, Format] = {
     "sharegpt": Format("chat", _read_sharegpt, _write_sharegpt),
     "llava": Format("chat", _read_llava, _write_llava),
     "ms-swift": Format("chat", _read_swift, _write_swift),
+    "alpaca": Format("chat", _read_alpaca, _write_alpaca),
     "qa": Format("chat", _read_qa, _write_qa),
 }
 

@@ -239,6 +239,8 @@ def guess_format(record: Record) -> str | None:
         return "ms-swift" if bare or any("loss" in message for message in said) else "litchi"
     if {"query", "response"} <= keys:
         return "ms-swift"
+    if {"instruction", "output"} <= keys:
+        return "alpaca"
     if {"query", "pos", "neg"} <= keys:
         return "flagembedding"
     if "positive" in keys and keys & {"anchor", "query"}:
