@@ -48,6 +48,7 @@ def main(seconds: float, period: float) -> None:
     from transformers import AutoConfig
 
     from litchi.model.build import builtin_folder
+    from litchi.train.checkpoint import list_checkpoints
 
     folder = Path(tempfile.mkdtemp())
     tiny = builtin_folder()
@@ -69,9 +70,10 @@ def main(seconds: float, period: float) -> None:
             time.sleep(max(0.0, begun + number * period - time.monotonic()))
             draw.choice(sorted(psutil.Process(process.pid).children(), key=lambda one: one.pid)).kill()
             killed, done = time.monotonic(), read_steps(metrics)
+            newest = max((one.step for one in list_checkpoints(folder / "run")), default=0)
             lost.append(wait_for(metrics, len(done) + 1, process) - killed)
             step_s = statistics.median(s["step_s"] + s["data_wait_s"] for s in done[-SAVE_EVERY:])
-            again = len(done) % SAVE_EVERY
+            again = len(done) - newest  # a save under way does not count yet
             parts = f"{start_s:.1f} + {step_s:.1f} + {step_s * again:.1f} = {start_s + step_s * (1 + again):.1f}"
             print(f"| {len(done):,} | {lost[-1]:.1f} | {parts} |", flush=True)
     finally:
