@@ -171,6 +171,15 @@ def test_what_a_format_cannot_hold_is_refused_by_name_or_counted(name, tmp_path)
     assert differ == HELD[name] - {"train: false", "system turn"}
 
 
+def test_a_pair_of_answers_is_refused_and_not_left_without_one(tmp_path):
+    asked = {"conversations": [{"from": "human", "value": "Hi"}]}
+    told = {"chosen": {"from": "gpt", "value": "Hello"}, "rejected": {"from": "gpt", "value": "No"}}
+    start = write(tmp_path / "rows.jsonl", [asked | told])
+    with pytest.raises(DataError, match="a chosen and a rejected answer") as caught:
+        convert_file(str(start), str(tmp_path / "out.jsonl"), read="sharegpt")
+    assert str(caught.value.where) == f"{start}:1"
+
+
 UNFIT = [
     ("flagembedding", RICH_GROUPS[0], "pictures"),
     ("st-triples", RICH_GROUPS[0], "2 positives"),

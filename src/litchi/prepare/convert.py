@@ -174,9 +174,12 @@ def _rows(work: Conversion) -> Iterator[tuple[int, list[Record]]]:
 
 def _read_sample(work: Conversion, records: list[Record], where: Source) -> tuple[Sample, bool]:
     """The sample of a row with its media where they will lie; whether it has an answer of its own."""
-    row = FORMATS[work.read].read(records)
+    source = FORMATS[work.read]
+    if source.task == "chat" and any(record.keys() >= {"chosen", "rejected"} for record in records):
+        raise UnfitError("it is a pair of a chosen and a rejected answer, and no loss takes those")
+    row = source.read(records)
     row = map_media(row, lambda ref: _place(work, ref))
-    sample = _parse(row, where, FORMATS[work.read].task)
+    sample = _parse(row, where, source.task)
     return sample, not isinstance(sample, ChatSample) or len(sample.turns) == len(row["messages"])
 
 
