@@ -417,7 +417,7 @@ def test_refusals(tmp_path):
         ({"out": "there.jsonl"}, "nothing is overwritten"),
         ({"out": "none/out.jsonl"}, "no folder"),
         ({"out": "out.xlsx"}, "of no kind"),
-        ({"write": "alpaca"}, "is not a format"),
+        ({"write": "vicuna"}, "is not a format"),
         ({"write": "llava"}, "holds conversations"),
     ):
         out = str(tmp_path / words.pop("out", "out.jsonl"))
