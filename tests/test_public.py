@@ -59,6 +59,7 @@ def test_a_command_imports_no_more_than_it_needs(words):
     assert loaded("from litchi.cli import main; main()", *words) <= BUDGET[words]
 
 
+@pytest.mark.slow
 def test_the_page_does_what_it_says(tmp_path):
     (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     runs.chat_rows(tmp_path).rename(tmp_path / "train.jsonl")
