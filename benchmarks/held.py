@@ -12,7 +12,8 @@ import argparse
 import time
 
 from litchi.model.sizes import size_config
-from litchi.parallel.plan import build_dry, make_dry, measure_held, offer_layouts, pretend_ranks
+from litchi.parallel.dry import build_dry, make_dry, measure_held, pretend_ranks
+from litchi.parallel.mesh import offer_layouts
 
 
 def main() -> None:

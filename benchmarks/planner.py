@@ -62,11 +62,6 @@ def write_inputs(folder: Path) -> None:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
-
-
 def measure(folder: Path, case: str, batch: int) -> None:
     """One rank: take the steps, print what they took above the loaded process."""
     import torch
@@ -76,6 +71,7 @@ def measure(folder: Path, case: str, batch: int) -> None:
     from litchi.config import load_config
     from litchi.parallel.launch import join_ranks
     from litchi.train.losses import make_loss
+    from litchi.train.metrics import status_bytes
     from litchi.train.setup import prepare_run
     from litchi.train.step import train_step
 
@@ -84,7 +80,7 @@ def measure(folder: Path, case: str, batch: int) -> None:
     assert transformers
     (torch.randn(512, 512, requires_grad=True) @ torch.randn(512, 512)).sum().backward()
     ranks = join_ranks()
-    idle = status("VmRSS")
+    idle = status_bytes("VmRSS")
     config = load_config(None, words(folder, case, batch))
     with tempfile.TemporaryDirectory() as out:
         run = prepare_run(config, ranks, Path(out))
@@ -93,7 +89,7 @@ def measure(folder: Path, case: str, batch: int) -> None:
             train_step(run.trainer, step, batches, 1.0)
     on_gpu = ranks.device.type == "cuda"
     if ranks.is_main:
-        print("PEAK", torch.cuda.max_memory_allocated() if on_gpu else status("VmHWM") - idle, flush=True)
+        print("PEAK", torch.cuda.max_memory_allocated() if on_gpu else status_bytes("VmHWM") - idle, flush=True)
     os._exit(0)
 
 

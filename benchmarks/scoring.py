@@ -83,7 +83,7 @@ def main(repeats: int) -> None:
         for _ in range(repeats):
             start = time.process_time()
             data = open_set(config, str(rows), ranks, require_labels=False)
-            found = [values for _, _, values in score_set(wrapped, data, ranks, how).groups]
+            found = [values for _, _, values in score_set(wrapped, data, how).groups]
             middle = time.process_time()
             wanted = [padded(model, processor, folder, json.loads(row)) for row in rows.read_text().splitlines()]
             theirs.append(time.process_time() - middle)

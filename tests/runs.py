@@ -15,6 +15,7 @@ from litchi.config import load_config
 from litchi.data.processor import load_processor
 from litchi.model.build import resolve_model
 from litchi.model.family import part
+from litchi.train.checkpoint import list_checkpoints
 from litchi.train.loop import train_run
 from litchi.train.target import find_target, open_target, target_config
 
@@ -92,3 +93,15 @@ def read_json(path: Path):
 
 def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def numbers(run: Path) -> list[dict]:
+    """What does not depend on the clock, of every line of metrics.jsonl."""
+    keys = ("step", "epoch", "loss", "units", "grad_norm", "lr", "tokens", "pixels", "skipped")
+    return [{key: row[key] for key in keys} for row in read_rows(run / "metrics.jsonl")]
+
+
+def state_hashes(run: Path) -> tuple[int, dict[str, str]]:
+    """Hashes of the last checkpoint's weights and optimizer state, file by file."""
+    last = list_checkpoints(run)[-1]
+    return last.step, {name: entry["sha256"] for name, entry in last.manifest["files"].items()}

@@ -12,9 +12,9 @@ from processes import run_litchi
 from rendering import draw
 from runs import read_rows, settings
 
-from litchi.batch.index import sample_media
 from litchi.batch.loader import make_batch
 from litchi.batch.sources import index_sources
+from litchi.data.detail import list_media
 from litchi.data.processor import load_processor
 from litchi.errors import UsageError
 from litchi.prepare.check import check_files, check_report, format_report, write_clean
@@ -181,8 +181,8 @@ def test_clean_rows_in_another_folder_still_find_their_media(folder, check, inde
         assert check_report(before)["findings"] == check_report(check(out, task))["findings"] == []
         before, after = index(path, task), index(out, task)
         old, new = ([c.load(i) for i in range(len(rows))] for c in (before, after))
-        keys = [[m.key for m in sample_media(s)] for s in old]
-        assert [[str(Path(m.key).resolve()) for m in sample_media(s)] for s in new] == keys and any(keys)
+        keys = [[m.key for m in list_media(s)] for s in old]
+        assert [[str(Path(m.key).resolve()) for m in list_media(s)] for s in new] == keys and any(keys)
         batches = [make_batch(c, [(i, None) for i in range(len(rows))]) for c in (before, after)]
         assert batches[0].tokens == batches[1].tokens and (batches[0].ids == batches[1].ids).all()
     assert (tmp_path / "elsewhere" / "rerank.jsonl").read_bytes().splitlines()[1:] == [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import chat_rows, open_model, read_json, read_rows, rerank_rows, settings, train
+from runs import chat_rows, numbers, open_model, read_json, read_rows, rerank_rows, settings, train
 from safetensors.torch import load_file
 
 from litchi.dist import start_ranks
@@ -70,12 +70,6 @@ def train_until(step, monkeypatch, ranks, out, *words):
 
 def weights(run):
     return load_file(run / "export" / "model.safetensors")
-
-
-def numbers(run):
-    """What does not depend on the clock, of every line of metrics.jsonl."""
-    keys = ("step", "epoch", "loss", "units", "grad_norm", "lr", "tokens", "pixels", "skipped")
-    return [{key: row[key] for key in keys} for row in read_rows(run / "metrics.jsonl")]
 
 
 def steps_of(run):

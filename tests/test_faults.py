@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from fault_job import hold_lock, run_killed, run_killed_anywhere, run_killed_rank, run_limited, run_plainly
 from processes import Running, RunningRanks
-from runs import chat_rows, read_json, read_rows, rerank_rows, settings, train, write_rows
+from runs import chat_rows, numbers, read_json, read_rows, rerank_rows, settings, state_hashes, train, write_rows
 
 from litchi.data import templates
 from litchi.errors import MachineError, UsageError, UserError
@@ -57,18 +57,6 @@ def whole(room, words):
 @pytest.fixture(scope="module")
 def moments(whole):
     return read_json(Path(f"{whole}.moments"))
-
-
-def numbers(run):
-    """What does not depend on the clock, of every line of metrics.jsonl."""
-    keys = ("step", "epoch", "loss", "units", "grad_norm", "lr", "tokens", "pixels", "skipped")
-    return [{key: row[key] for key in keys} for row in read_rows(run / "metrics.jsonl")]
-
-
-def state_hashes(run):
-    """Hashes of the last checkpoint's weights and optimizer state, file by file."""
-    last = list_checkpoints(run)[-1]
-    return last.step, {name: entry["sha256"] for name, entry in last.manifest["files"].items()}
 
 
 def assert_as_whole(run, whole):
@@ -514,7 +502,7 @@ def test_a_decision_is_taken_once_and_carried(tmp_path, ranks):
     later = journal.decide("left_out", step=6, samples=["q1"])
     again = Journal.resume(tmp_path, ranks, step=4, carried=carried)
     assert again.entries == [*carried, later] == read_rows(tmp_path / "events.jsonl")
-    assert again.holding("micro_batch_tokens", 2) is None and again.holding("micro_batch_tokens", 9) == first
+    assert again.made("micro_batch_tokens") == [first]
     assert Journal.resume(tmp_path, ranks, step=None, carried=[]).entries == []
 
 

@@ -27,8 +27,9 @@ from litchi.parallel.machines import find_machine
 from litchi.parallel.mesh import Layout
 from litchi.parallel.recipe import make_recipe, read_load
 from litchi.parallel.trace import Kept, Setup, Stream, make_owner, measure_resident
-from litchi.train.forecast import Outlook, choose, compare_forecast, say_forecast, take_auto
+from litchi.train.forecast import compare_forecast, say_forecast
 from litchi.train.journal import Journal
+from litchi.train.outlook import Outlook, choose, take_auto
 
 A100 = find_machine("a100-80gb")
 FULL = "trainable={vision: full, merger: full, language: full}"

@@ -10,6 +10,7 @@ from rendering import chat, draw, oracle_chat, oracle_pairs, pack, pictures_of, 
 from litchi.batch.collate import collate
 from litchi.data.processor import IMAGE_PAD
 from litchi.model.build import load_model
+from litchi.model.family import FAMILIES
 from litchi.model.forward import LitchiModel
 from litchi.train.losses import bce, count_documents
 from litchi.types import IGNORE
@@ -285,14 +286,12 @@ def small_config(kind, tokens):
     return transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
 def relative(request, base_folder, processor, tmp_path_factory):
     """(transformers' model, Litchi's) of a random member saved to a folder with the base's processor files."""
     import transformers
 
-    kind = transformers.Qwen2VLForConditionalGeneration
-    if request.param == "qwen2_5_vl":
-        kind = transformers.Qwen2_5_VLForConditionalGeneration
+    kind = getattr(transformers, FAMILIES[request.param].architecture)
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp(request.param)
     model = kind(small_config(request.param, processor.controls)).eval()

@@ -89,6 +89,41 @@ def test_imports_go_down(path):
         assert down, f"{name_of(path)}:{line}: {here} must not import {there} (imports go down only)"
 
 
+def circle_in(imports: dict[str, set[str]]) -> list[str] | None:
+    """A way from a module back to itself, or None."""
+    done: set[str] = set()
+
+    def walk(module: str, way: list[str]) -> list[str] | None:
+        if module in way:
+            return [*way[way.index(module) :], module]
+        if module in done:
+            return None
+        found = next(filter(None, (walk(to, [*way, module]) for to in sorted(imports.get(module, ())))), None)
+        done.add(module)
+        return found
+
+    return next(filter(None, (walk(module, []) for module in sorted(imports))), None)
+
+
+def test_imports_go_in_no_circle():
+    """Neither inside functions nor for types only: what two modules need of each other belongs into a third."""
+    imports: dict[str, set[str]] = {}
+    for path in MODULES:
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        name = ".".join(("litchi", *parts)).removesuffix(".__init__")
+        imports[name] = {to for _, to in imports_of(path) if to.startswith("litchi") and is_file(to) and to != name}
+    assert sum(map(len, imports.values())) > 500
+    found = circle_in(imports)
+    assert found is None, " > ".join(found)
+    assert circle_in({"a": {"b", "d"}, "b": {"c"}, "c": {"d", "b"}}) == ["b", "c", "b"]
+
+
+def is_file(module: str) -> bool:
+    """Is it a module with content? An empty package imports nothing."""
+    target = SOURCE.joinpath(*module.split(".")[1:])
+    return target.with_suffix(".py").is_file() or bool((target / "__init__.py").read_text(encoding="utf-8").strip())
+
+
 RANK_FREE = [path for path in MODULES if path.relative_to(SOURCE).parts[0] in ("data", "batch")]
 
 
@@ -117,6 +152,41 @@ def test_file_is_named_for_what_it_holds_says_what_it_is_and_is_short(path):
     assert lines <= MAX_LINES, f"{name_of(path)}: {lines} lines; a second concept may want a room of its own"
     if text.strip():  # an empty __init__.py says nothing and needs not
         assert ast.get_docstring(ast.parse(text)), f"{name_of(path)}: the module docstring says what flows in and out"
+
+
+SHORT = 3  # lines that say themselves what they do
+
+
+def unexplained(path: Path) -> list[str]:
+    """Public classes, and public functions longer than a few lines, that have no docstring."""
+    lost = []
+
+    def walk(node: ast.AST, above: str) -> None:
+        for one in ast.iter_child_nodes(node):
+            if isinstance(one, ast.ClassDef):
+                if not one.name.startswith("_"):
+                    lost.extend([above + one.name] if not ast.get_docstring(one) else [])
+                    walk(one, f"{above}{one.name}.")
+            elif isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef):
+                of_torch = one.name in ("forward", "backward")  # the class says what they do
+                lines = one.body[-1].end_lineno - one.body[0].lineno + 1
+                if not (one.name.startswith("_") or of_torch or lines <= SHORT or ast.get_docstring(one)):
+                    lost.append(above + one.name)
+
+    walk(ast.parse(path.read_text(encoding="utf-8")), "")
+    return lost
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_what_others_use_says_what_it_is(path):
+    assert not unexplained(path), f"{name_of(path)}: without a docstring: {unexplained(path)}"
+
+
+def test_what_is_not_explained_is_found(tmp_path):
+    lines = "\n    ".join(["x = 1"] * 4)
+    text = f"def f():\n    {lines}\n\n\nclass A:\n    def g(self):\n        {lines.replace('    ', ' ' * 8)}\n"
+    (tmp_path / "a.py").write_text(text + "\n\ndef short():\n    return 1\n\n\ndef _own():\n    " + lines + "\n")
+    assert unexplained(tmp_path / "a.py") == ["f", "A", "A.g"]
 
 
 def test_no_unfinished_places():
@@ -222,6 +292,26 @@ def test_files_and_tests_a_document_names_exist(document):
         assert not test or f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file} has no {test}"
     for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
         assert (document.parent / link).exists(), f"{name_of(document)}: the link to {link} leads nowhere"
+
+
+# ---- the ways of docs/architecture.md
+
+
+def gives(file: str, function: str) -> str:
+    """What a function, or a method by `Class.method`, is annotated to return."""
+    node: ast.AST = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    for name in function.split("."):
+        node = next(n for n in ast.iter_child_nodes(node) if getattr(n, "name", None) == name)
+    return ast.unparse(node.returns)
+
+
+def test_hops_hand_over_what_the_page_says():
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^\| file \| function \| gives \|\n.*\n((?:\|.*\n)+)", text, re.M)
+    assert len(tables) == 3
+    for row in "".join(tables).splitlines():
+        file, function, kind = re.findall(r"`([\w./]+)`", row)[:3]
+        assert re.search(rf"\b{kind}\b", gives(file, function)), f"{file}: {function} gives {gives(file, function)}"
 
 
 # ---- a quick start

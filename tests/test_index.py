@@ -307,3 +307,19 @@ def test_the_lines_of_bad_rows_are_named(processor, tmp_path, pictures):
     found, _ = scan(str(path), renderer_for("chat", processor))
     assert [found.source(row).line for row in found.rows] == [1, 3]
     assert [f.line for f in found.bad] == [2, 4] and all(f.file == str(path) for f in found.bad)
+
+
+def test_what_is_only_said_of_a_row_does_not_leave_it_out(processor, tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": answer}]}
+        for part, answer in (
+            ({"type": "text", "text": "a bag", "img": "a.png"}, "red"),
+            ({"type": "text", "text": "a bag"}, ""),
+            ({"type": "text", "text": "and a bag " * 400}, "red"),
+        )
+    ]
+    found, _ = scan(write(tmp_path / "a.jsonl", rows), renderer_for("chat", processor))
+    warnings = ["unknown_key", "empty_answer", "too_long"]
+    assert codes(found) == [(line, "warning", code) for line, code in enumerate(warnings, 1)]
+    assert [found.source(row).line for row in found.rows] == [1, 2]
+    assert [(f.line, f.code) for f in found.left_out] == [(3, "too_long")]

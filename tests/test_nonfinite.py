@@ -9,7 +9,7 @@ import signal
 import pytest
 from number_job import run_all, run_alone, run_wrong
 from processes import Running, RunningRanks
-from runs import chat_rows, read_rows
+from runs import chat_rows, read_rows, state_hashes
 
 from litchi.config.train import Train
 from litchi.train.checkpoint import list_checkpoints
@@ -35,11 +35,6 @@ def numbers(run):
     """What does not depend on the clock; a NaN stands for itself."""
     keys = ("step", "loss", "units", "grad_norm", "lr", "tokens", "skipped")
     return [[str(row[key]) for key in keys] for row in read_rows(run / "metrics.jsonl")]
-
-
-def state(run):
-    last = list_checkpoints(run)[-1]
-    return last.step, {name: entry["sha256"] for name, entry in last.manifest["files"].items()}
 
 
 def events(run, kind):
@@ -75,8 +70,8 @@ def test_one_step_is_left_out(tmp_path, ranks, words, left_out, kind, rule):
         assert entry["where"] == MLP
     else:  # nearest to the loss among what trains: the additions of that MLP or what comes before it
         assert "layers.1." in entry["where"] and "lora" in entry["where"]
-    assert state(run) == state(left_out([4]))
-    assert state(run) != state(left_out([]))
+    assert state_hashes(run) == state_hashes(left_out([4]))
+    assert state_hashes(run) != state_hashes(left_out([]))
 
 
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
@@ -100,7 +95,7 @@ def test_three_in_a_row_stop_a_run_that_skips(tmp_path, ranks, words):
 def test_three_that_are_not_in_a_row_do_not(tmp_path, ranks, words, left_out):
     run = tmp_path / "run"
     assert run_wrong(ranks, str(run), words, [["gradient", [3, 4, 6, 7]]]) == [0, ""]
-    assert state(run) == state(left_out([3, 4, 6, 7]))
+    assert state_hashes(run) == state_hashes(left_out([3, 4, 6, 7]))
 
 
 def assert_went_back(run, left_out):
@@ -109,7 +104,7 @@ def assert_went_back(run, left_out):
     assert (entry["from_step"], entry["to_step"]) == (6, 2)
     assert (entry["bad"], entry["leave_out"]) == (ROW, [3, *ROW])
     assert numbers(run)[-2:] == numbers(left_out([3, *ROW]))[-2:]
-    assert state(run) == state(left_out([3, *ROW]))
+    assert state_hashes(run) == state_hashes(left_out([3, *ROW]))
     lines = read_rows(run / "metrics.jsonl")
     assert [row["step"] for row in lines] == list(range(1, 9))
     assert [row["step"] for row in lines if row.get("left_out") == "rolled back"] == [3, *ROW]
@@ -222,7 +217,7 @@ def test_on_one_rank_only(on_one_rank, wrapper, rule, kind):
         assert status == 1 and line.startswith("step 5 is not finite") and found[0]["samples"][0] in line
         return
     assert (status, line) == (0, "")
-    assert state(run) == state(root / f"{rule} left out")
+    assert state_hashes(run) == state_hashes(root / f"{rule} left out")
     assert [e["leave_out"] for e in events(run, "rollback")] == ([LEFT[rule]] if rule == "rollback" else [])
 
 
@@ -262,7 +257,7 @@ def test_a_loss_that_stands_out_goes_back(tmp_path, ranks, words, left_out, monk
     (entry,) = events(run, "rollback")
     assert (entry["from_step"], entry["to_step"], entry["leave_out"]) == (6, 4, [5, 6])
     assert [r["step"] for r in read_rows(run / "metrics.jsonl") if r["skipped"]] == [5, 6]
-    assert state(run) == state(left_out([5, 6])) != state(left_out([]))
+    assert state_hashes(run) == state_hashes(left_out([5, 6])) != state_hashes(left_out([]))
 
 
 def test_checkpoints_of_steps_that_were_taken_back():

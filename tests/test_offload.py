@@ -24,7 +24,7 @@ from litchi.train.checkpoint import list_checkpoints, load_checkpoint, optimizer
 from litchi.train.losses import make_loss
 from litchi.train.offload import OffloadedOptimizer, check_offload
 from litchi.train.optim import set_rate
-from litchi.train.saver import save_checkpoint
+from litchi.train.saver import Saver
 from litchi.train.setup import prepare_run
 from litchi.train.step import train_step
 
@@ -145,7 +145,9 @@ def resume(ranks: Ranks, words: list[str], folder: Path, before: str, after: str
         _, count = make_loss(run.config.loss)
         for number, batches, _ in iterate_steps(run.plan, step, step, workers=0, count_units=count):
             train_step(run.trainer, number, batches, 1.0)
-        save_checkpoint(place, step, run.wrapped.model, run.trainer.optimizer, ranks, {})
+        saver = Saver(place, ranks)
+        saver.save(step, run.wrapped.model, run.trainer.optimizer, {})
+        saver.wait()
     state = optimizer_state(run.wrapped.model, run.trainer.optimizer)
     after_it = weights(run.wrapped.owner)
     return {

@@ -13,7 +13,7 @@ import pytest
 import torch
 from number_job import run_all, run_in_space, run_or_end, run_wrong
 from processes import Running, RunningRanks
-from runs import chat_rows, read_rows, rerank_rows, settings, write_rows
+from runs import chat_rows, read_rows, rerank_rows, settings, state_hashes, write_rows
 
 from litchi.batch.loader import make_batch
 from litchi.errors import MachineError
@@ -44,11 +44,6 @@ def losses(run):
 
 def lowered(run):
     return [e for e in read_rows(run / "events.jsonl") if e["event"] == "micro_batch_tokens"]
-
-
-def state(run):
-    last = list_checkpoints(run)[-1]
-    return {name: entry["sha256"] for name, entry in last.manifest["files"].items()}
 
 
 # --------------------------------------------------------------------------------------------------------- in a step
@@ -220,7 +215,7 @@ def test_the_rehearsal_changes_nothing(tmp_path, words, axes):
     assert all(outcome == [0, ""] for outcome in results[0].values()), results[0]
     for axis in axes:
         with_it, without = tmp_path / f"{axis} true", tmp_path / f"{axis} false"
-        assert losses(with_it) == losses(without) and state(with_it) == state(without), axis
+        assert losses(with_it) == losses(without) and state_hashes(with_it) == state_hashes(without), axis
     said = (tmp_path / "p" / "rank0" / "err.txt").read_text()
     assert said.count("largest micro-batch: ") == len(axes)
 

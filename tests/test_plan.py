@@ -8,9 +8,9 @@ import re
 import pytest
 
 from litchi.model.sizes import check_axes, size_config
-from litchi.parallel.mesh import Layout
+from litchi.parallel.dry import build_dry, make_dry, measure_held, pretend_ranks
+from litchi.parallel.mesh import Layout, offer_layouts
 from litchi.parallel.pipeline import split_layers
-from litchi.parallel.plan import build_dry, make_dry, measure_held, offer_layouts, pretend_ranks
 
 COLUMNS = re.compile(r"(q|k|v|gate|up)_proj\.(weight|bias)$|merger\.mlp\.0\.")
 ROWS = re.compile(r"(o|down)_proj\.weight$|attn\.proj\.weight$|merger\.mlp\.2\.weight$")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from litchi.errors import DataError, UsageError
-from litchi.evaluate.text import _common, _edits, anls, rouge_l, text_metrics, text_signatures, token_f1
+from litchi.evaluate.text import _common, _edits, anls, rouge_l, text_metrics, token_f1
 
 ENGLISH = ["a small red cup with a white handle", "the lamp stands on the table"]
 CHINESE = ["红色的小杯子，白色把手", "台灯放在桌子上"]
@@ -36,9 +36,6 @@ def test_bleu_and_chrf_are_those_of_sacrebleu(references, tokenizer):
     found = text_metrics(predictions, references)
     assert found["bleu"] == sacrebleu.corpus_bleu(predictions, [references], tokenize=tokenizer).score > 0
     assert found["chrf"] == sacrebleu.corpus_chrf(predictions, [references]).score
-    signatures = text_signatures(references)
-    assert f"tok:{tokenizer}|" in signatures["bleu"]
-    assert "nrefs:1|" in signatures["bleu"] and "nc:6" in signatures["chrf"]
 
 
 def test_a_mixed_corpus_reports_each_language_too():

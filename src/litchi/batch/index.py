@@ -10,12 +10,12 @@ import hashlib
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from litchi.batch.rows import (
     RowCost,
@@ -31,8 +31,7 @@ from litchi.batch.rows import (
     with_step,
 )
 from litchi.data.boxes import has_boxes
-from litchi.data.detail import RULE, Shown, allot_pixels, with_pixels
-from litchi.data.detail import list_media as sample_media
+from litchi.data.detail import RULE, Shown, allot_pixels, list_media, with_pixels
 from litchi.data.jsonl import Lines, RowError, read_offsets
 from litchi.data.media import RULES, MediaError, file_stamp, media_paths, media_warnings
 from litchi.data.orphans import end_with_parent
@@ -63,6 +62,11 @@ class SourceIndex:
     @property
     def bad(self) -> tuple[Finding, ...]:
         return tuple(f for f in self.findings if f.severity == "error")
+
+    @property
+    def left_out(self) -> tuple[Finding, ...]:
+        """Of rows and negatives that are not used, bad or not; the others are warnings of rows that are."""
+        return tuple(f for f in self.findings if f.severity == "error" or f.code in EXCLUDED)
 
     @property
     def tokens(self) -> int:
@@ -100,8 +104,16 @@ class ScanRules:
 # ---------------------------------------------------------------------------------------------------------- scan
 
 
-def scan_rows(lines: Lines, numbers: Sequence[int], renderer: Renderer, rules: ScanRules):
-    """Parse, check and render rows. Returns (list of RowCost, list of Finding, {media path: (size, mtime_ns)})."""
+class Scan(NamedTuple):
+    """What was found in some rows: costs of the usable ones, findings, and (size, mtime_ns) of media by path."""
+
+    costs: list[RowCost]
+    findings: list[Finding]
+    media: dict[str, tuple[int, int]]
+
+
+def scan_rows(lines: Lines, numbers: Sequence[int], renderer: Renderer, rules: ScanRules) -> Scan:
+    """Parse, check and render rows."""
     samples, findings = [], []
     for i in numbers:
         source = Source(lines.path, int(lines.numbers[i]))
@@ -112,7 +124,7 @@ def scan_rows(lines: Lines, numbers: Sequence[int], renderer: Renderer, rules: S
         except RowError as error:
             findings.append(_row_finding(source, error.code, error.what))
     verdicts = check_media(
-        [m for _, s in samples for m in sample_media(s)],
+        [m for _, s in samples for m in list_media(s)],
         decode=rules.verify == "decoded",
         cache=cache_root() / "media.sqlite",
         window=renderer.window,
@@ -130,7 +142,7 @@ def scan_rows(lines: Lines, numbers: Sequence[int], renderer: Renderer, rules: S
             findings += said
         except RowError as error:
             findings.append(_row_finding(sample.source, error.code, error.what, rules))
-    return costs, findings, _media_stamps(m for _, s in samples for m in sample_media(s))
+    return Scan(costs, findings, _media_stamps(m for _, s in samples for m in list_media(s)))
 
 
 def _cut_samples(samples, verdicts: dict[str, Verdict], cutting: Cutting, renderer: Renderer, rules: ScanRules):
@@ -139,7 +151,7 @@ def _cut_samples(samples, verdicts: dict[str, Verdict], cutting: Cutting, render
     findings: list[Finding] = []
     for i, sample in samples:
         try:
-            readable = all(verdicts[m.key].code is None for m in sample_media(sample))
+            readable = all(verdicts[m.key].code is None for m in list_media(sample))
             parts = split_sample(sample, cutting) if readable else []
         except (RowError, MediaError) as error:
             reason = error.reason if isinstance(error, MediaError) else error.what
@@ -150,7 +162,7 @@ def _cut_samples(samples, verdicts: dict[str, Verdict], cutting: Cutting, render
             found = f"{len(parts) - len(said)} of {len(parts)} segments are left out: no answer belongs to them"
             findings.append(_row_finding(sample.source, "no_event", found))
         out += said if parts else [(i, None, sample)]
-    fresh = [m for _, segment, sample in out if segment for m in sample_media(sample) if m.key not in verdicts]
+    fresh = [m for _, segment, sample in out if segment for m in list_media(sample) if m.key not in verdicts]
     cache, detail = cache_root() / "media.sqlite", renderer.budget is not None
     verdicts |= check_media(fresh, decode=False, cache=cache, window=renderer.window, detail=detail)
     return out, findings
@@ -171,12 +183,12 @@ def _scan_sample(number: int, sample: Sample, verdicts: dict[str, Verdict], rend
     if isinstance(sample, RerankSample):
         usable, findings = _drop_bad_negatives(sample, verdicts, rules)
     else:
-        _check_all(sample_media(sample), verdicts)
-    for media in {m.key: m for m in sample_media(usable)}.values():
+        _check_all(list_media(sample), verdicts)
+    for media in {m.key: m for m in list_media(usable)}.values():
         for code, text in media_warnings(verdicts[media.shown].header):
             findings.append(Finding(sample.source.file, sample.source.line, "warning", code, f"{media.name}: {text}"))
     spec = renderer.processor.vision
-    sizes = {m.key: size_of(m, verdicts[m.shown].header, spec) for m in sample_media(usable)}
+    sizes = {m.key: size_of(m, verdicts[m.shown].header, spec) for m in list_media(usable)}
 
     def render(spec: VisionSpec) -> Example:
         return renderer.render(usable, lambda m: with_step(fit_grid(sizes[m.key], spec), sizes[m.key], spec))
@@ -322,32 +334,30 @@ def build_index(
         return replace(cached, name=name, lines=lines)
     chunks = [range(i, min(i + CHUNK_ROWS, len(lines))) for i in range(0, len(lines), CHUNK_ROWS)]
     share = _scan_chunks(lines, chunks[rank::ranks], renderer, rules, workers, progress)
-    shares = gather(share)
-    costs = sorted((c for s in shares for c in s[0]), key=lambda c: c.line)
-    findings = sorted((f for s in shares for f in s[1]), key=lambda f: (f.line, f.severity, f.message))
-    media = {k: v for s in shares for k, v in s[2].items()}
+    shares: list[Scan] = gather(share)
+    costs = sorted((c for s in shares for c in s.costs), key=lambda c: c.line)
+    findings = sorted((f for s in shares for f in s.findings), key=lambda f: (f.line, f.severity, f.message))
+    media = {k: v for s in shares for k, v in s.media.items()}
     index = SourceIndex(path, name, lines, tuple(costs), tuple(findings), media)
     if rank == 0 and not any(finding.code in PASSING for finding in findings):
         _write_entry(entry, index)
     return index
 
 
-def _scan_chunks(lines, chunks, renderer, rules, workers, progress):
-    costs: list[RowCost] = []
-    findings: list[Finding] = []
-    media: dict[str, tuple[int, int]] = {}
+def _scan_chunks(lines, chunks, renderer, rules, workers, progress) -> Scan:
+    together = Scan([], [], {})
     total, done = sum(map(len, chunks)), 0
-    for chunk, result in zip(chunks, _map_chunks(lines, chunks, renderer, rules, workers), strict=True):
-        costs += result[0]
-        findings += result[1]
-        media |= result[2]
+    for chunk, found in zip(chunks, _map_chunks(lines, chunks, renderer, rules, workers), strict=True):
+        together.costs.extend(found.costs)
+        together.findings.extend(found.findings)
+        together.media.update(found.media)
         done += len(chunk)
         if progress is not None:
             progress(done, total)
-    return costs, findings, media
+    return together
 
 
-def _map_chunks(lines, chunks, renderer, rules, workers):
+def _map_chunks(lines, chunks, renderer, rules, workers) -> Iterator[Scan]:
     if workers < 2 or len(chunks) < 2:
         yield from (scan_rows(lines, chunk, renderer, rules) for chunk in chunks)
         return
@@ -368,7 +378,7 @@ def _start_worker(parent: int, lines: Lines, renderer: Renderer, rules: ScanRule
     _worker["args"] = (lines, renderer, rules)
 
 
-def _scan_in_worker(chunk: range):
+def _scan_in_worker(chunk: range) -> Scan:
     lines, renderer, rules = _worker["args"]
     return scan_rows(lines, chunk, renderer, rules)
 

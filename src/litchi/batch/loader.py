@@ -22,11 +22,12 @@ from litchi.batch.cost import BY_TOKENS, CostModel, Grid
 from litchi.batch.curriculum import Curriculum
 from litchi.batch.cutting import Cut, Cuts, Pick, PlannedStep, plan_picks
 from litchi.batch.encoders import NOBODY, Job, choose_jobs, encoded_steps
-from litchi.batch.index import SourceIndex, sample_media
+from litchi.batch.index import SourceIndex
 from litchi.batch.pictures import ALL, Share, find_features, list_pictures, load_patches, media_grid, naming
 from litchi.batch.rows import RowCost, name_picture, with_step
 from litchi.batch.schedule import EpochPlan
 from litchi.data.boxes import Frame, frame_of, only_picture
+from litchi.data.detail import list_media
 from litchi.data.features import FeatureStore
 from litchi.data.orphans import end_with_parent
 from litchi.data.render import GridOf, Renderer
@@ -65,6 +66,7 @@ class Corpus:
         return tuple(len(s.rows) for s in self.sources)
 
     def find(self, row: int) -> tuple[SourceIndex, RowCost, Renderer]:
+        """Source, cost under this corpus's pixel budget, and renderer of a row. IndexError: there is none."""
         for source, renderer in zip(self.sources, self.renderers, strict=True):
             if row < len(source.rows):
                 cost = source.rows[row]
@@ -79,6 +81,7 @@ class Corpus:
         return sum(t * h * w for t, h, w in grids.values())
 
     def load(self, row: int) -> Sample:
+        """Read and parse a row again."""
         source, cost, renderer = self.find(row)
         return source.load(cost, renderer)
 
@@ -104,6 +107,7 @@ class Corpus:
         return Piece(cut.group, cut.first, tuple(sample.documents[n].label for n in cut.documents))
 
     def prompt(self, row: int) -> Example:
+        """Render a chat row up to where its last answer begins."""
         source, cost, renderer = self.find(row)
         with naming(source.source(cost)):
             sample = self.load(row)
@@ -134,7 +138,7 @@ class Corpus:
         """One of a row's pictures, by its number of `name_picture`."""
         source, cost, renderer = self.find(row)
         where = source.source(cost)
-        for media in sample_media(self.load(row)):
+        for media in list_media(self.load(row)):
             if name_picture(media.key) == name:
                 return PlacedMedia(media, grid), where, renderer
         raise DataError(f"{cost.id} has other pictures than it was indexed with", where=where)

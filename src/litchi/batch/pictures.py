@@ -148,17 +148,20 @@ class RecentPatches:
         self.held: dict[Hashable, np.ndarray] = {}  # what was used last stands last
 
     def find(self, key: Hashable) -> np.ndarray | None:
+        """Patches that are still held."""
         if (found := self.held.pop(key, None)) is not None:
             self.held[key] = found
         return found
 
     def add(self, key: Hashable, patches: np.ndarray) -> None:
+        """Hold patches; those that were met longest ago make room."""
         self.held[key] = patches
         self.held_bytes += patches.nbytes
         while self.held_bytes > self.limit_bytes:
             self.held_bytes -= self.held.pop(next(iter(self.held))).nbytes
 
     def clear(self) -> None:
+        """Let go of all."""
         self.held, self.held_bytes = {}, 0
 
 

@@ -157,7 +157,7 @@ def refuse_bad(indexes: Sequence[SourceIndex], config: Config) -> list[Finding]:
                 why="\n" + list_findings(index.findings),
                 remedy="\nSee `litchi data check`",
             )
-        left_out += [f for f in index.findings if f.code not in {"animated", "empty_answer", "trailing_turn"}]
+        left_out += index.left_out
     return left_out
 
 

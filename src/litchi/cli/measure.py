@@ -167,6 +167,7 @@ def mine(
 
 
 def say_report(report: dict[str, Any], as_json: bool) -> None:
+    """Print the answer of `evaluate`."""
     if as_json:
         print(json.dumps(report, ensure_ascii=False))
         return

@@ -80,6 +80,7 @@ def leave(status: int) -> NoReturn:
 
 
 def end_children() -> None:
+    """Leave the terminal as it was found."""
     for child in multiprocessing.active_children():  # loader workers, which would hold the terminal for seconds
         child.kill()
     if sys.stderr.isatty():

@@ -8,6 +8,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import BeforeValidator, model_validator
 
 from litchi.config.kinds import Positive, Says, Section, Share, Window, as_sections, stem
+from litchi.types import VisionSpec
 
 Kept = Annotated[float, Gt(0), Le(1)]
 
@@ -31,10 +32,10 @@ class Pictures(Pixels):
     """Pixels of all pictures of a row (rerank: of a query, of a document) at most, shared out by their detail, so that
     all keep the same share of it; no picture gets less than `min`. null: no limit."""
 
-    @property
-    def by_detail(self) -> dict[str, float]:
-        """What is set beside the limits."""
-        return {key: value for key, value in (("detail", self.detail), ("total", self.total)) if value is not None}
+    def in_force(self, spec: VisionSpec) -> dict[str, float]:
+        """The limits pictures are cut under, and what is set beside them: a score depends on all of it."""
+        found = {"min": spec.min_pixels, "max": spec.max_pixels, "detail": self.detail, "total": self.total}
+        return {key: value for key, value in found.items() if value is not None}
 
 
 class Video(Section):

@@ -57,6 +57,7 @@ def _as_list(value: Any) -> tuple[Any, ...]:
 
 
 def as_sections(value: Any) -> tuple[Any, ...]:
+    """None, one section or a list of them, as a tuple."""
     if value is None:
         return ()
     return (value,) if isinstance(value, dict) else _as_list(value)

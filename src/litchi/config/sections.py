@@ -8,10 +8,8 @@ change the numbers of a run; later.py, which belong to parts that do not exist y
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Gt
 from pydantic import BeforeValidator, model_validator
@@ -24,7 +22,8 @@ from litchi.config.train import Eval, Optim, Stage, Train
 
 Task = Literal["chat", "rerank"]
 
-LOSSES = {"chat": ("ce",), "rerank": ("bce", "group_softmax", "pairwise", "listwise_lambda")}  # the first: by default
+LossName = Literal["ce", "bce", "group_softmax", "pairwise", "listwise_lambda"]
+LOSSES = {"chat": ("ce",), "rerank": tuple(n for n in get_args(LossName) if n != "ce")}  # the first: by default
 METRICS = {  # @k stands for a cut such as @10
     "chat": (
         *("exact_match", "bleu", "chrf", "rouge_l", "anls", "token_f1", "cider", "json_valid", "json_schema"),
@@ -42,7 +41,7 @@ class Loss(Section):
 
     short = "name"
 
-    name: Literal["ce", "bce", "group_softmax", "pairwise", "listwise_lambda"] = "bce"
+    name: LossName = "bce"
     """`ce` for chat (its default); for rerank `bce` (its default; yes or no for each document), `group_softmax`
     (the positive among its group), `pairwise` (each positive against each negative) or `listwise_lambda` (each pair,
     by what it is worth in nDCG)."""
@@ -214,10 +213,6 @@ class Config(Section):
         """Give the settings that change the numbers of a run: all but those in SAME_NUMBERS."""
         return {key: value for key, value in self.flat().items() if not under(key, SAME_NUMBERS)}
 
-    def fingerprint(self) -> str:
-        """Hash the settings that change the numbers of a run. Two runs with one fingerprint and one data set agree."""
-        return hashlib.sha256(json.dumps(self.numbers(), sort_keys=True).encode()).hexdigest()
-
 
 # What a layout, a machine or a report changes, and the numbers of a run do not depend on.
 SAME_NUMBERS = (
@@ -230,6 +225,7 @@ SAME_NUMBERS = (
 
 
 def under(key: str, tops: Iterable[str]) -> bool:
+    """Whether a dotted key is one of some settings, or below one."""
     return any(key == top or key.startswith(f"{top}.") for top in tops)
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from litchi.data.media import read_header
-from litchi.data.values import RowError, show
+from litchi.data.values import RowError, is_number, show
 from litchi.types import Box, ChatSample, Media, Part, Sample, Turn
 
 MARK = "<box>"
@@ -91,7 +91,7 @@ def _read_box(value: Any, name: str, pictures: Sequence[Media]) -> Box:
     if unread := given.keys() - {"box", "image"}:
         raise RowError("wrong_box", f"{name} has {show(sorted(unread))}: box and image are allowed")
     at, number = given.get("box"), given.get("image")
-    if not isinstance(at, list) or len(at) not in (2, 4) or not all(_is_number(x) and x >= 0 for x in at):
+    if not isinstance(at, list) or len(at) not in (2, 4) or not all(is_number(x) and x >= 0 for x in at):
         raise RowError("wrong_box", f"{name} is {show(at)}: [x0, y0, x1, y1] or [x, y] from 0 up is needed")
     if len(at) == 4 and not (at[0] < at[2] and at[1] < at[3]):
         raise RowError("wrong_box", f"{name} is {show(at)}: x0 must be before x1, y0 before y1")
@@ -100,10 +100,6 @@ def _read_box(value: Any, name: str, pictures: Sequence[Media]) -> Box:
     if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(pictures):
         raise RowError("wrong_box", f"{name} names picture {show(number)}: the row has {len(pictures)}, counted from 0")
     return Box(pictures[number], tuple(at))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 # --------------------------------------------------------------------------------------------------------- a prompt

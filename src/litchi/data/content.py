@@ -82,11 +82,11 @@ def _part_key(part: Media | Box) -> int:
     return key_of("box", media_key(part.media), *part.at) if isinstance(part, Box) else media_key(part)
 
 
-def query_key(sample: Sample, *, plain: bool = True) -> int:
+def query_key(sample: Sample) -> int:
     """A number for what is asked: the query with its pictures, or all that users say in a conversation."""
     if isinstance(sample, RerankSample):
-        return content_key(sample.query, plain=plain)
-    said = [key for key, turn in zip(turn_keys(sample, plain=plain), sample.turns, strict=True) if turn.role == "user"]
+        return content_key(sample.query, plain=True)
+    said = [key for key, turn in zip(turn_keys(sample, plain=True), sample.turns, strict=True) if turn.role == "user"]
     return key_of(*said)
 
 

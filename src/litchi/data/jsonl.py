@@ -24,6 +24,7 @@ from litchi.data.values import (
     Row,
     RowError,
     add_regions,
+    is_number,
     load_object,
     read_id,
     read_media,
@@ -318,7 +319,7 @@ def _graded(fields: Mapping[str, Any], row: Row) -> list[tuple[str, Any, float]]
         count = len(labels) if isinstance(labels, list) else show(labels)
         raise RowError("label_count", f"documents has {len(documents)} entries, labels {count}: one each is needed")
     for i, label in enumerate(labels):
-        if isinstance(label, bool) or not isinstance(label, int | float) or label < 0:
+        if not is_number(label) or label < 0:
             raise RowError("wrong_label", f"labels[{i}] is {show(label)}: a number from 0 up is needed")
     return [(f"documents[{i}]", *pair) for i, pair in enumerate(zip(documents, map(float, labels), strict=True))]
 

@@ -12,13 +12,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from litchi.data.boxes import has_boxes
 from litchi.data.scenes import find_scenes
-from litchi.data.values import RowError, show
+from litchi.data.values import RowError, is_number, show
 from litchi.data.video import video_times
 from litchi.errors import UsageError
 from litchi.types import ChatSample, Media, Turn
@@ -178,13 +178,9 @@ def read_events(value: Any) -> list[Event]:
 def _read_event(item: Any, name: str) -> Event:
     known: Mapping[str, Any] = item if isinstance(item, Mapping) else {}
     start, end, text = (known.get(key) for key in ("start", "end", "text"))
-    if not _is_time(start) or not _is_time(end) or not 0 <= start < end or not isinstance(text, str) or not text:
+    if not is_number(start) or not is_number(end) or not 0 <= start < end or not isinstance(text, str) or not text:
         raise RowError("bad_event", f"{name} is {show(item)}: seconds start < end and a text are needed")
     return Event(start, end, text)
-
-
-def _is_time(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def clip_events(events: Sequence[Event], start: float, end: float) -> list[Event]:

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from litchi.errors import DataError
 from litchi.types import Finding, Media, Source
@@ -34,6 +34,11 @@ class RowError(DataError):
 
     def __reduce__(self):
         return _row_error, (self.code, self.message, self.where)
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """A number and no bool, which in Python is one."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _row_error(code: str, message: str, where: Source | None) -> RowError:
@@ -197,7 +202,7 @@ def _read_cut(part: Mapping[str, Any], name: str) -> tuple[float | None, float |
     """Read start and end (seconds) and sampling rate (frames per second) or number of frames of a video."""
     for key in ("start", "end", "fps"):
         value = part.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+        if value is not None and (not is_number(value) or value < 0):
             raise RowError("bad_time_range", f"{key} of {name} is {show(value)}: a number from 0 up is needed")
     start, end, fps = part.get("start"), part.get("end"), part.get("fps")
     if end is not None and end <= (start or 0):

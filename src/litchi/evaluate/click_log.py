@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from litchi.data.values import is_number
 from litchi.errors import DataError
-from litchi.evaluate.trec import iterate_lines, load_object
+from litchi.evaluate.trec import iterate_lines, read_object
 
 KEYS = {"doc_id", "position", "click", "conversion", "propensity"}
 
@@ -46,7 +47,7 @@ def read_click_log(path: str | Path) -> list[ShownList]:
     Raises:
         DataError: a line is wrong; it names file and line.
     """
-    lists = [_parse(load_object(text, f"{path}:{line}"), f"{path}:{line}") for line, text in iterate_lines(Path(path))]
+    lists = [_parse(read_object(text, f"{path}:{line}"), f"{path}:{line}") for line, text in iterate_lines(Path(path))]
     if not lists:
         raise DataError("the log has no lines", where=path)
     told = {item.conversion is not None for shown in lists for item in shown.items}
@@ -59,7 +60,7 @@ def read_catalogue(path: str | Path) -> set[str]:
     """Read the items there are: `{"doc_id": ...}` lines, or one id a line. Raises DataError."""
     found: set[str] = set()
     for line, text in iterate_lines(Path(path)):
-        name = load_object(text, f"{path}:{line}").get("doc_id") if text.startswith("{") else text
+        name = read_object(text, f"{path}:{line}").get("doc_id") if text.startswith("{") else text
         if not isinstance(name, str) or not name:
             raise DataError("doc_id is missing", where=f"{path}:{line}", why="a string that is not empty is expected")
         found.add(name)
@@ -98,9 +99,7 @@ def _parse_item(item: Any, where: str) -> ShownItem:
         if item.get(name) not in (0, 1, *((None,) if name == "conversion" else ())):
             raise refuse(name, "0 or 1")
     propensity = item.get("propensity")
-    if propensity is not None and (
-        isinstance(propensity, bool) or not isinstance(propensity, int | float) or not 0 < propensity <= 1
-    ):
+    if propensity is not None and (not is_number(propensity) or not 0 < propensity <= 1):
         raise refuse("propensity", "a probability above 0")
     conversion = item.get("conversion")
     return ShownItem(

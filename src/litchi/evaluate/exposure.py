@@ -29,6 +29,7 @@ class Ranking:
 
     @classmethod
     def of(cls, scores: Mapping[str, float]) -> Ranking:
+        """The ranking of documents by their scores; equal scores share their places."""
         tied: dict[float, list[str]] = {}
         for document, score in scores.items():
             tied.setdefault(score, []).append(document)

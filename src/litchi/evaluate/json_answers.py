@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from litchi.data.values import is_number
 from litchi.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -257,7 +258,7 @@ def _is_field(value: Any) -> bool:
 
 
 def _equal(answer: Any, reference: Any, tolerance: float) -> bool:
-    if _is_number(answer) and _is_number(reference):
+    if is_number(answer) and is_number(reference):
         try:
             return bool(answer == reference or abs(answer - reference) <= tolerance * abs(reference))
         except OverflowError:  # an integer of hundreds of digits
@@ -265,10 +266,6 @@ def _equal(answer: Any, reference: Any, tolerance: float) -> bool:
     if isinstance(answer, str) and isinstance(reference, str):
         return unicodedata.normalize("NFC", answer).strip() == unicodedata.normalize("NFC", reference).strip()
     return type(answer) is type(reference) and answer == reference
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 # --------------------------------------------------------------------------------------------------------- figures

@@ -65,6 +65,7 @@ class Pool:
     unclear: set[str] = field(default_factory=set)
 
     def add(self, sample: RerankSample) -> None:
+        """Take in the documents of a row; a name that stands for two contents is unclear."""
         for place, document in enumerate(sample.documents):
             key = content_key(document.content, plain=True)
             self.documents.setdefault(key, document)

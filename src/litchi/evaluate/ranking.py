@@ -283,7 +283,7 @@ def _parse_metric(name: str) -> tuple[Measure, int | None]:
     near = difflib.get_close_matches(kind.lower(), [*_WHOLE, *_CUT], n=1)
     raise UsageError(
         f"unknown metric {name!r}",
-        why="the metrics are mrr, ndcg, map, each also with @k, and recall@k, hit@k, precision@k (k = 1, 2, ...)",
+        why=f"the metrics are {', '.join(_WHOLE)}, each also with @k, and {'@k, '.join(_CUT)}@k (k = 1, 2, ...)",
         remedy=f"Did you mean {near[0]}@{cut if re.fullmatch('[1-9][0-9]*', cut) else 10}?" if near else None,
     )
 

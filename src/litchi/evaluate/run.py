@@ -22,7 +22,7 @@ from litchi.batch.loader import Corpus, iterate_jobs
 from litchi.data.features import FeatureStore
 from litchi.data.processor import END_OF_TURN, Processor
 from litchi.data.render import Renderer
-from litchi.dist import Ranks, gather_objects, max_ranks, sum_ranks
+from litchi.dist import gather_objects, max_ranks, sum_ranks
 from litchi.errors import UsageError, UserError
 from litchi.evaluate.json_answers import JSON_METRICS, JsonRules, judge_answers
 from litchi.evaluate.ranking import RankingReport, ScoredGroup, ranking_metrics
@@ -110,17 +110,15 @@ class Measure:
     between: Callable[[], object] = lambda: None  # called by all ranks behind each micro-batch; it may raise
 
 
-def measure_set(
-    wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure, progress: Progress | None = None
-) -> Measured:
+def measure_set(wrapped: Wrapped, data: EvalSet, how: Measure, progress: Progress | None = None) -> Measured:
     """Measure one set on all ranks; every rank returns the same."""
     training = wrapped.model.training
     wrapped.model.eval()
     try:
         with torch.no_grad():
             if data.renderer.task == "rerank":
-                return measure_ranking(wrapped, data, ranks, how, progress)
-            return measure_chat(wrapped, data, ranks, how, progress)
+                return measure_ranking(wrapped, data, how, progress)
+            return measure_chat(wrapped, data, how, progress)
     finally:
         wrapped.model.train(training)
 
@@ -140,7 +138,7 @@ class Scored:
 
 
 @torch.no_grad()
-def score_set(wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure, progress: Progress | None = None) -> Scored:
+def score_set(wrapped: Wrapped, data: EvalSet, how: Measure, progress: Progress | None = None) -> Scored:
     """Score every group of a set.
 
     Raises:
@@ -197,11 +195,9 @@ def refuse_nonfinite(groups: Sequence[Group], data: EvalSet, wrapped: Wrapped) -
                 )
 
 
-def measure_ranking(
-    wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure, progress: Progress | None = None
-) -> Measured:
+def measure_ranking(wrapped: Wrapped, data: EvalSet, how: Measure, progress: Progress | None = None) -> Measured:
     """Loss, and MRR, nDCG, ... of a set; see `ranking_metrics`."""
-    scored = score_set(wrapped, data, ranks, how, progress)
+    scored = score_set(wrapped, data, how, progress)
     groups, lines = [], []
     for row, doc_ids, scores in scored.groups:
         sample = data.index.load(data.index.rows[row], data.renderer)
@@ -225,16 +221,14 @@ def measure_ranking(
 # ---------------------------------------------------------------------------------------------------------- chat
 
 
-def measure_chat(
-    wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure, progress: Progress | None = None
-) -> Measured:
+def measure_chat(wrapped: Wrapped, data: EvalSet, how: Measure, progress: Progress | None = None) -> Measured:
     """Loss per trained token, and exact match, BLEU, ... of generated last answers."""
-    metrics = {"loss": _chat_loss(wrapped, data, ranks, how)}
+    metrics = {"loss": _chat_loss(wrapped, data, how)}
     lines: list[dict[str, Any]] = []
     slices: dict[str, Any] = {}
     judged: dict[str, Any] = {}
     if how.generate:
-        rows = generate_set(wrapped, data, ranks, how, progress)
+        rows = generate_set(wrapped, data, how, progress)
         names = None if how.metrics is None else [m for m in how.metrics if m != "loss"]
         answers, references = [a for _, a, _, _ in rows], [r for _, _, r, _ in rows]
         metrics |= text_metrics(answers, references, names, rules=how.rules)
@@ -250,7 +244,7 @@ def measure_chat(
     return Measured(data.name, metrics, report, lines)
 
 
-def _chat_loss(wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure) -> float:
+def _chat_loss(wrapped: Wrapped, data: EvalSet, how: Measure) -> float:
     total = units = 0.0
     jobs = data.share(wrapped, how.micro_batch_tokens)
     for batch in iterate_jobs(data.corpus, jobs, workers=how.workers, pictures=wrapped.pictures):
@@ -265,7 +259,6 @@ def _chat_loss(wrapped: Wrapped, data: EvalSet, ranks: Ranks, how: Measure) -> f
 def generate_set(
     wrapped: Wrapped,
     data: EvalSet,
-    ranks: Ranks,
     how: Measure,
     progress: Progress | None = None,
     keep: Callable[[str, str], None] | None = None,

@@ -69,16 +69,6 @@ def text_metrics(
     return found
 
 
-def text_signatures(references: Sequence[str]) -> dict[str, str]:
-    """How sacrebleu computed `bleu` and `chrf`: its signatures, to be quoted with the figures."""
-    expected = [_normal(text) for text in references]
-    signatures = {}
-    for name, metric in (("bleu", BLEU(tokenize=_tokenizer(expected))), ("chrf", CHRF())):
-        metric.corpus_score([""], [[""]])  # the number of references is part of a signature
-        signatures[name] = str(metric.get_signature())
-    return signatures
-
-
 def _exact_match(predictions: Sequence[str], references: Sequence[str]) -> float:
     return sum(a == b for a, b in zip(predictions, references, strict=True)) / len(references)
 

@@ -14,8 +14,9 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from litchi.data.values import RowError, is_number, load_object
 from litchi.errors import DataError
 from litchi.evaluate.ranking import ScoredGroup, count_of, ranking_metrics, some_of
 
@@ -169,45 +170,30 @@ def _parse_columns(text: str, value: str, columns: tuple[str, ...], where: str) 
 
 
 def _parse_json(text: str, value: str, columns: tuple[str, ...], where: str) -> tuple[str, str, float]:
-    row = load_object(text, where)
+    row = read_object(text, where)
     for key in ("query_id", "doc_id"):
         if not isinstance(row.get(key), str) or not row[key]:
             found = f"{key} is {json.dumps(row[key], ensure_ascii=False)}" if key in row else f"{key} is missing"
             raise DataError(found, where=where, why="a string that is not empty is expected")
     worth = row.get(value)
-    if isinstance(worth, bool) or not isinstance(worth, int | float):
+    if not is_number(worth):
         found = f"{value} is {json.dumps(worth, ensure_ascii=False)}" if value in row else f"{value} is missing"
         raise DataError(found, where=where, why="a number is expected")
     return row["query_id"], row["doc_id"], _bounded(worth, value, where)
 
 
-def load_object(text: str, where: str) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        row = dict(pairs)
-        if len(row) < len(pairs):
-            raise DataError("a key appears twice in the line", where=where)
-        return row
-
-    def constant(name: str) -> NoReturn:
-        raise DataError(f"{name} is not JSON", where=where, why="a finite number is expected")
-
+def read_object(text: str, where: str) -> dict[str, Any]:
+    """The JSON object of a line, read as strictly as rows of data are. Raises DataError."""
     try:
-        row = json.loads(text, object_pairs_hook=unique, parse_constant=constant)
-    except (ValueError, RecursionError) as error:
-        raise DataError("the line is not JSON", where=where, why=str(error)) from None
-    if not isinstance(row, dict):
-        raise DataError("the line is not a JSON object", where=where)
-    return row
+        return load_object(text.encode())
+    except RowError as error:
+        raise DataError(error.message, where=where) from None
 
 
 def _bounded(number: float, value: str, where: str) -> float:
-    try:
-        worth = float(number)
-    except OverflowError:  # an integer of hundreds of digits
-        worth = math.inf
-    if not math.isfinite(worth):
+    if not math.isfinite(number):
         raise DataError(f"{value} is too large", where=where, why="a finite number is expected")
-    return worth
+    return float(number)
 
 
 def measure_files(run: str, qrels: str) -> dict[str, Any]:

@@ -201,6 +201,7 @@ def _in(family: Family, path: str, name: str) -> bool:
 
 
 def uses_lora(hf: nn.Module) -> bool:
+    """Whether layers of an adapter are in place."""
     return any(is_adapter_tensor(name) for name, _ in hf.named_parameters())
 
 

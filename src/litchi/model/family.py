@@ -77,6 +77,7 @@ class Family:
         raise ValueError(f"{name} belongs to no part of {self.model_type}")
 
     def linears(self, part: str) -> tuple[str, ...]:
+        """Names of the linear layers of a part that LoRA may sit on."""
         return {
             "vision": self.vision_linears,
             "merger": self.merger_linears,

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,9 @@ from torch.func import functional_call
 
 from litchi.data.features import FeatureStore, PictureName
 from litchi.model.family import part
+from litchi.model.forward import LitchiModel
 from litchi.model.vision import Grid, encode_pictures
 from litchi.types import Batch
-
-if TYPE_CHECKING:
-    from litchi.model.forward import LitchiModel
 
 
 @dataclass(frozen=True)

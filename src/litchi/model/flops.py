@@ -65,10 +65,9 @@ def read_costs(
     q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
     kept = [(h, kv), (h, kv)]  # of the last layer for all tokens, the others only for rows that go to the head
     asking = [(h, q), (q, h), (h, s.intermediate), (h, s.intermediate), (s.intermediate, h)]
-    windows = config.get("model_type") != "qwen2_vl"  # whose blocks also have a gateless MLP
     i = s.vision_intermediate
-    block = [(v, 3 * v), (v, v), *([(v, i), (v, i)] if windows else [(v, i)]), (i, v)]
-    whole = len(vision.get("fullatt_block_indexes", (7, 15, 23, 31))) if windows else s.vision_depth
+    block = [(v, 3 * v), (v, v), *([(v, i)] if s.window is None else [(v, i), (v, i)]), (i, v)]
+    whole = s.vision_depth if s.window is None else len(vision.get("fullatt_block_indexes", (7, 15, 23, 31)))
     merged = v * s.merge**2
     embeds = "full" if modes["vision"] == "full" else "frozen"  # LoRA leaves the patch embedding alone
     patch = linears(embeds, False, (3 * s.patch**2, v), twice=False)  # the frames of a still picture as one
@@ -84,5 +83,5 @@ def read_costs(
         patch=patch + merger / s.merge**2,
         frame_pair=whole * 4.0 * v * attention(through_vision),
         window_pair=(s.vision_depth - whole) * 4.0 * v * attention(through_vision),
-        window=vision.get("window_size", 112) // (s.patch * s.merge) * s.merge if windows else None,
+        window=None if s.window is None else s.window // (s.patch * s.merge) * s.merge,
     )

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from litchi.model.family import Family, part
-from litchi.model.features import TowerFeatures
 from litchi.model.leaves import leaves_out_rows
 from litchi.model.scoring import score_rows, token_loss
 from litchi.model.spans import Plan, row_pieces, span_pieces
@@ -58,6 +57,13 @@ class Shares:
     pictures: Any = None
 
 
+class KeptFeatures(Protocol):
+    """Where features of a frozen tower are kept: `model/features.py`."""
+
+    def complete(self, owner: LitchiModel, batch: Batch, pixels: Tensor, grids: Sequence[Grid], /) -> Tensor:
+        """Features of the pictures this rank encodes, kept or computed. [N, hidden]"""
+
+
 class LitchiModel(nn.Module):
     """Owns a Hugging Face model and calls its parts' own forwards.
 
@@ -88,7 +94,7 @@ class LitchiModel(nn.Module):
         self.always_vision, self.attention = always_vision, attention
         self.computes_on: torch.device | None = None
         self.shares = Shares()
-        self.features: TowerFeatures | None = None  # where those of a frozen tower are kept
+        self.features: KeptFeatures | None = None
         self.leaves_out = leaves_out_rows(part(hf, family.language_layers)[-1])  # type: ignore[index]
 
     @property

@@ -101,7 +101,7 @@ def pieces_backward(
     """Gradients of q, k, v: each piece's backward with the merged output and log-sum-exp, summed.
 
     Args:
-        into: room for the three, whose values do not matter; null: new tensors.
+        into: room for the three, whose values do not matter; None: new tensors.
     """
     dq, dk, dv = into or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     tiled = isinstance(pieces, Pieces) and pieces.tiled == len(q) == len(k)

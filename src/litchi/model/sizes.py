@@ -83,7 +83,11 @@ def size_config(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Shape:
-    """The integers of a config.json, of the language model and of the vision tower."""
+    """The integers of a config.json, of the language model and of the vision tower.
+
+    `window` is the side in pixels that most vision layers attend within; None: all attend to a whole frame, and the
+    MLPs there have no gate (Qwen2-VL).
+    """
 
     hidden: int
     intermediate: int
@@ -100,6 +104,7 @@ class Shape:
     patch: int
     temporal: int
     merge: int
+    window: int | None
 
     @property
     def name(self) -> str:
@@ -116,7 +121,7 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
     """The shape of a config.json, of the form with `text_config` or of the flat one the hub still has."""
     text = config.get("text_config") or config
     vision = config["vision_config"]
-    old = config.get("model_type") == "qwen2_vl"  # its vision `hidden_size` is what the tower hands on
+    old = "embed_dim" in vision  # as Qwen2-VL has it: `hidden_size` is what the tower hands on
     width = vision["embed_dim"] if old else vision["hidden_size"]
     return Shape(
         hidden=text["hidden_size"],
@@ -134,6 +139,7 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
         patch=vision.get("patch_size", 14),
         temporal=vision.get("temporal_patch_size", 2),
         merge=vision.get("spatial_merge_size", 2),
+        window=None if old else vision.get("window_size", 112),
     )
 
 

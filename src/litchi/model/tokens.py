@@ -112,6 +112,7 @@ def release_rows(hf: Any, family: Family, *, rerank: bool) -> None:
 
 
 def is_new_row(name: str) -> bool:
+    """Whether a parameter, by its name, is rows of new tokens."""
     return name.endswith(f".{ROWS}")
 
 

@@ -223,6 +223,7 @@ def _move_buffers(hf: nn.Module, device: torch.device) -> None:
 
 
 def is_adapter_tensor(name: str) -> bool:
+    """Whether a parameter, by its name, is what LoRA or DoRA adds."""
     return ".lora_A." in name or ".lora_B." in name or ".lora_magnitude_vector." in name
 
 
@@ -267,11 +268,16 @@ def _filled(parameter: nn.Parameter, device: torch.device, read: Callable[[Slice
     if parameter.is_meta or parameter.device != device:
         # of a DTensor the same layout on another device, which DTensor.from_local would move to the mesh's device
         out = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-    local = out.to_local() if isinstance(out, DTensor) else out
+    local = own_part(out)
     value = read(local_slices(parameter))
     assert local.shape == value.shape, f"{tuple(local.shape)} is not {tuple(value.shape)}"
     local.copy_(value)
     return out
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: all of it, unless it is sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_slices(tensor: Tensor) -> Slices:

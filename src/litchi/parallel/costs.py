@@ -144,12 +144,12 @@ def _open_ends(config: Mapping[str, Any], recipe: str, ends: Part) -> float:
 def traffic_bytes(config: Mapping[str, Any], recipe: str, layout: Layout, work: Work) -> dict[str, float]:
     """Bytes a rank sends in a step, by collective, on the stage that sends most. Rings: (n - 1) / n of what is moved
     for a gather or a scatter, twice that for an all-reduce."""
-    found = [_stage_traffic(config, recipe, layout, work, stage) for stage in _stages(config, recipe, layout)]
+    found = [_stage_traffic(config, layout, work, stage) for stage in _stages(config, recipe, layout)]
     return max(found, key=lambda sent: sum(sent.values()))
 
 
 def _stage_traffic(
-    config: Mapping[str, Any], recipe: str, layout: Layout, work: Work, stage: tuple[int, Part, Part]
+    config: Mapping[str, Any], layout: Layout, work: Work, stage: tuple[int, Part, Part]
 ) -> dict[str, float]:
     shape, micro = read_shape(config), work.micro_batches(layout)
     (n, layer, ends), shards = stage, _shards(layout)

@@ -28,7 +28,7 @@ CONTEXT = 0.6e9  # of a CUDA process before its first tensor, with cuBLAS's work
 GROUPS = 0.5e9  # buffers of NCCL
 LOST = 0.05  # of activations, to fragments of the allocator
 LOADED = 0.08e9  # on the CPU, of one run: 30 MB of code, 52 MB in the buffers MKL keeps
-STATES = {"adamw": 2.0, "adamw8bit": 0.5, "sgd": 0.0}  # of a trained weight's bytes
+STATES = {"adamw": 2.0, "adamw8bit": 0.5, "sgd": 0.0}  # what an optimizer keeps of a trained fp32 weight's bytes
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def estimate(recipe: Recipe, layout: Layout, machine: Machine | None, *, cards: 
     """Memory and time of a layout. Pure.
 
     Args:
-        machine: null: this process's CPU, of which memory alone is said.
+        machine: None: this process's CPU, of which memory alone is said.
         cards: of one machine.
     """
     samples = max(1, min(int(recipe.micro_batch_tokens // recipe.tokens), recipe.global_batch // layout.data_ranks))
@@ -204,8 +204,8 @@ def _stages(recipe: Recipe, layout: Layout) -> list[tuple[int, Unit, Unit]]:
 def _states(recipe: Recipe, layout: Layout) -> dict[str, float]:
     """Weights, gradients and the optimizer's state of the fullest rank."""
     wholes = [layer * n + ends for n, layer, ends in _stages(recipe, layout)]
-    state = {"adamw": 2.0, "adamw8bit": 0.0, "sgd": 0.0}[recipe.optimizer]  # of a trained weight's bytes
     codes = 2 + 2 * 4 / 256 if recipe.optimizer == "adamw8bit" else 0.0  # two bytes a weight, two scales for 256
+    state = 0.0 if codes else STATES[recipe.optimizer]
 
     def averages(unit: Unit) -> float:
         return state * unit.trained_bytes + codes * unit.trained

@@ -164,6 +164,7 @@ class RunningRanks:
         return first or self.worst()
 
     def kill(self) -> None:
+        """End all that are left, with what they have started."""
         for process in self.processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):

@@ -1,12 +1,18 @@
-"""Which layout: sizes of the axes, checked against the ranks there are, and where a rank stands. Pure."""
+"""Which layout: sizes of the axes, checked against the ranks there are or offered for them, and where a rank stands.
+
+Pure.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from litchi.errors import UsageError
+from litchi.model.sizes import allowed_sizes
 
 if TYPE_CHECKING:
     from litchi.config import Parallel
@@ -129,7 +135,7 @@ def choose_layout(parallel: Parallel, world: int, *, fits_whole: bool) -> Layout
     """Sizes of the axes.
 
     Args:
-        parallel: the settings; null axes are chosen.
+        parallel: the settings; axes that are None are chosen.
         world: ranks there are.
         fits_whole: whether weights, gradients and optimizer state of the whole model fit on one device twice over.
 
@@ -179,6 +185,32 @@ def choose_layout(parallel: Parallel, world: int, *, fits_whole: bool) -> Layout
             remedy=f"Start {found.ranks + vision} ranks (--procs) or change parallel",
         )
     return found
+
+
+def offer_layouts(config: Mapping[str, Any], ranks: int, *, machine: int = 8) -> list[Layout]:
+    """Layouts of a number of ranks that a model can be cut in. Pure.
+
+    tp stays inside a machine, cp and pp are at most 8; what is left are data ranks: all shards where these are at most
+    128, and shards of a machine or of 64 ranks with copies. Copies alone are offered inside a machine.
+
+    Args:
+        config: config.json.
+        machine: ranks of a machine.
+    """
+    found = []
+    for tp, cp, pp in itertools.product(*(_sizes(config, axis, min(ranks, machine)) for axis in ("tp", "cp", "pp"))):
+        if ranks % (tp * cp * pp) or cp not in allowed_sizes(config, "cp", tp=tp):
+            continue
+        free = ranks // (tp * cp * pp)
+        shards = {free} if free <= 128 else set()
+        shards |= {n for n in (machine, 64) if free % n == 0 and free > n}
+        shards |= {1} if ranks <= machine else set()
+        found += [Layout(dp_replicate=free // n, dp_shard=n, tp=tp, cp=cp, pp=pp) for n in sorted(shards)]
+    return found
+
+
+def _sizes(config: Mapping[str, Any], axis: str, most: int) -> list[int]:
+    return [n for n in allowed_sizes(config, axis, limit=most) if n & (n - 1) == 0]
 
 
 def _axes(layout: Layout) -> str:

@@ -16,13 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from litchi.model.family import Family, has_part, part
+from litchi.model.weights import own_part
 from litchi.parallel.collectives import Group
 from litchi.parallel.mesh import Layout
-
-SCHEDULES = ("1f1b", "gpipe")
 
 
 def split_layers(layers: int, stages: int) -> list[range]:
@@ -104,7 +102,7 @@ class Pipeline:
 
     Args:
         group: the stages, in order.
-        schedule: of `SCHEDULES`.
+        schedule: of `parallel.pp_schedule`.
         width: of a hidden state.
         dtype: hidden states travel in.
         device: they are on.
@@ -206,7 +204,7 @@ class Pipeline:
         weight = self.tied.weight if self.tied is not None and (self.first or self.last) else None
         if weight is None or weight.grad is None:
             return
-        own = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+        own = own_part(weight.grad)
         peer = self.group.size - 1 if self.first else 0
         other = torch.empty_like(own)
         pair = self.group.process_group

@@ -22,8 +22,7 @@ from litchi.model.flops import read_costs
 from litchi.model.precision import COMPUTE
 from litchi.parallel.estimate import Estimate, Recipe, estimate
 from litchi.parallel.machines import Machine
-from litchi.parallel.mesh import Layout
-from litchi.parallel.plan import offer_layouts
+from litchi.parallel.mesh import Layout, offer_layouts
 
 MIX = Work(
     tokens=700, pairs=forest_pairs(700), rows=100, grids=((1, 42, 42),)

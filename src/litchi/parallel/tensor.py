@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from litchi.model.family import Cuts, Family, part
+from litchi.model.weights import own_part
 from litchi.parallel.collectives import Group
 
 COLUMNS, ROWS = Shard(0), Shard(1)
@@ -35,14 +36,14 @@ class TensorCut:
         """Sum the gradients that ranks have parts of. Once a step, behind the last backward."""
         own = (p for module in self.partial for p in module.parameters(recurse=False))
         grads = [p.grad for p in own if p.grad is not None and not _is_cut(p, self.mesh)]
-        self.group.sum_([g.to_local() if isinstance(g, DTensor) else g for g in grads])
+        self.group.sum_([own_part(g) for g in grads])
 
 
 class ColumnLinear(nn.Linear):
     """A linear layer of which a rank computes some output features. The weight is cut by rows of its matrix."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, _local(self.weight), None if self.bias is None else _local(self.bias))
+        return F.linear(x, own_part(self.weight), None if self.bias is None else own_part(self.bias))
 
 
 class RowLinear(nn.Linear):
@@ -51,7 +52,7 @@ class RowLinear(nn.Linear):
     adds_bias: float  # 1 on one rank, 0 on the others
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.linear(x, _local(self.weight))
+        out = F.linear(x, own_part(self.weight))
         return out if self.bias is None else out + self.bias * self.adds_bias
 
 
@@ -172,7 +173,3 @@ def _cut_fused(attention: nn.Module, linear: nn.Module, cut: TensorCut) -> None:
 def _is_cut(parameter: Tensor, mesh: DeviceMesh) -> bool:
     """Whether each rank of the axis holds rows or columns of its own."""
     return isinstance(parameter, DTensor) and mesh.mesh_dim_names[0] in (parameter.device_mesh.mesh_dim_names or ())
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -305,8 +305,7 @@ def make_owner(config: dict[str, Any], trainable: Trainable, setup: Setup) -> Li
     leaves.change_leaves(hf, family, leaves.Leaves())
     apply_trainable(SimpleNamespace(hf=hf, family=family, tied=tied, folder=Path()), trainable)  # type: ignore[arg-type]
     shape = read_shape(config)
-    window = config["vision_config"].get("window_size", 112) if config.get("model_type") != "qwen2_vl" else None
-    spec = VisionSpec(shape.patch, shape.merge, shape.temporal, window, 0, 0, (0.0,) * 3, (1.0,) * 3)
+    spec = VisionSpec(shape.patch, shape.merge, shape.temporal, shape.window, 0, 0, (0.0,) * 3, (1.0,) * 3)
     owner = LitchiModel(
         hf, family, spec, words=(0, 1) if setup.rerank else None, score_loss=lambda s, t, g: (s * t).sum()
     )

@@ -158,4 +158,5 @@ def write_clean(files: Sequence[Checked], out: Path, *, media_root: str | None) 
 
 
 def to_json(report: dict[str, Any]) -> str:
+    """The JSON answer of `data check` as text."""
     return json.dumps(report, ensure_ascii=False)

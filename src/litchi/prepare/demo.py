@@ -309,7 +309,7 @@ def _score(wrapped: Wrapped, rows: EvalSet, config: Config, ranks: Ranks) -> Sco
     from litchi.evaluate.run import Measure, score_set
 
     how = Measure(micro_batch_tokens=resolve_micro_batch_tokens(config, ranks.device.type))
-    return {rows.index.rows[row].id: scores for row, _, scores in score_set(wrapped, rows, ranks, how).groups}
+    return {rows.index.rows[row].id: scores for row, _, scores in score_set(wrapped, rows, how).groups}
 
 
 def mrr(name: str, scores: Scores, *, highlight: bool = False) -> Figure:

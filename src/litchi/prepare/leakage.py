@@ -33,8 +33,8 @@ def find_repeats(lines: Lines, facts: Facts) -> list[Finding]:
         _finding(lines, facts.row[i], "duplicate_row", f"the same content as line {_line(lines, facts.row[first[i]])}")
         for i in np.flatnonzero(again)
     ]
-    other = _contradicted_pairs if len(facts.pair) else _contradicted_answers
-    return found + other(lines, facts, again)
+    pairs = len(facts.pair) > 0
+    return found + (_contradicted_pairs(lines, facts) if pairs else _contradicted_answers(lines, facts, again))
 
 
 def _contradicted_answers(lines: Lines, facts: Facts, again: np.ndarray) -> list[Finding]:
@@ -51,7 +51,7 @@ def _contradicted_answers(lines: Lines, facts: Facts, again: np.ndarray) -> list
     ]
 
 
-def _contradicted_pairs(lines: Lines, facts: Facts, again: np.ndarray) -> list[Finding]:
+def _contradicted_pairs(lines: Lines, facts: Facts) -> list[Finding]:
     """One finding a row, however many of its documents another row labels otherwise."""
     first = _firsts(facts.pair)
     wrong = np.flatnonzero((facts.label != facts.label[first]) & (facts.pair_row != facts.pair_row[first]))

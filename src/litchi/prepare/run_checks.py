@@ -20,7 +20,6 @@ from litchi.train.resume import Room, plan_room
 PROCESS_BYTES = 0.8e9  # of RAM a rank holds with its libraries, before it has a model
 WORKER_BYTES = 0.2e9  # a process that loads samples shares most with its rank
 CLOSE = 0.7  # of memory for weights, gradients and optimizer; activations need the rest
-STATES = {"adamw": 2.0, "adamw8bit": 0.5, "sgd": 0.0}  # bytes of the optimizer for a byte of a trained fp32 weight
 ENDLESS = 10**9  # steps of a run whose rows nobody has counted
 
 
@@ -56,6 +55,7 @@ def measure_needs(config: Config, *, gpu: bool) -> Needs | Check:
 
     from litchi.model.adapters import apply_trainable
     from litchi.model.build import build_model
+    from litchi.parallel.estimate import STATES
     from litchi.train.setup import choose_dtype
 
     try:

@@ -18,8 +18,9 @@ from multiprocessing import get_context
 
 import numpy as np
 
-from litchi.batch.index import CHUNK_ROWS, ScanRules, sample_media, scan_rows
+from litchi.batch.index import CHUNK_ROWS, ScanRules, scan_rows
 from litchi.data.content import content_key, is_named, key_of, media_key, plain_text, query_key, turn_keys
+from litchi.data.detail import list_media
 from litchi.data.jsonl import Lines
 from litchi.data.render import Renderer
 from litchi.data.segments import cut_sample
@@ -239,7 +240,7 @@ def shared_keys(sample: Sample) -> Iterator[tuple[str, int]]:
     """
     yield "query", query_key(sample)
     if isinstance(sample, ChatSample):
-        media = sample_media(sample)
+        media = list_media(sample)
     else:
         positive = [d.content for d in sample.documents if d.label > 0]
         media = [m for content in (sample.query, *positive) for m in content.media]
@@ -267,7 +268,7 @@ def modality(sample: Sample) -> str:
     if isinstance(sample, RerankSample):
         documents = sorted({_made_of(d.content) for d in sample.documents})
         return f"{_made_of(sample.query)} -> {' | '.join(documents)}"
-    media = sample_media(sample)
+    media = list_media(sample)
     if any(m.kind == "video" for m in media):
         return "video"
     return {0: "text", 1: "1 picture"}.get(len(media), "2 to 4 pictures" if len(media) < 5 else "5 pictures or more")
@@ -281,4 +282,4 @@ def _made_of(content: Content) -> str:
 
 def row_media(renderer: Renderer, raw: bytes, source: Source) -> list[Media]:
     """The media of a row that can be parsed. Raises RowError."""
-    return sample_media(renderer.parse(raw, source, require_labels=False)[0])
+    return list_media(renderer.parse(raw, source, require_labels=False)[0])

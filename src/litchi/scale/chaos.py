@@ -68,6 +68,7 @@ def kill_launcher(room: Room, out: str, *, step: int, later_s: float = 0.0) -> f
 
 
 def stop_in_step(room: Room, out: str, *, number: int = signal.SIGTERM, step: int = 5) -> float:
+    """A signal in the middle of training."""
     return _stop(room, out, number, lambda run: run.reach(step))
 
 
@@ -77,6 +78,7 @@ def stop_in_evaluation(room: Room, out: str, *, number: int = signal.SIGTERM) ->
 
 
 def stop_in_saving(room: Room, out: str, *, number: int = signal.SIGTERM) -> float:
+    """A signal while a checkpoint is written."""
     places = room.folder / out / "checkpoints"
     return _stop(room, out, number, lambda run: run.wait_for(lambda: list(places.glob(".step-*.part")), "save"))
 

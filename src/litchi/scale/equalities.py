@@ -133,7 +133,7 @@ class Bench:
         rows = open_set(config, str(data), self.ranks, require_labels=False)
         wrapped = open_target(found, config, self.ranks)
         how = replace(how_to_measure(config, self.ranks.device), micro_batch_tokens=tokens)
-        return [score for *_, scores in score_set(wrapped, rows, self.ranks, how).groups for score in scores]
+        return [score for *_, scores in score_set(wrapped, rows, how).groups for score in scores]
 
 
 def apart(found: Sequence[float], wanted: Sequence[float]) -> float:
@@ -180,6 +180,7 @@ def kept_features(bench: Bench) -> float:
 
 
 def compiled(bench: Bench) -> float:
+    """Where there is what compiles."""
     cuda = bench.ranks.device.type == "cuda"
     if not (find_spec("triton") if cuda else shutil.which(os.environ.get("CXX", "g++"))):
         raise NotHere("no triton" if cuda else "no C++ compiler")

@@ -49,6 +49,7 @@ class Injection:
         vars(loop).update(prepare_run=self.prepare, train_step=self.step)
 
     def prepare(self, *given: Any, **named: Any) -> Any:
+        """`prepare_run`, with hooks in the model and the optimizer it makes."""
         run = REAL["prepare_run"](*given, **named)
         owner = run.wrapped.owner
         part(owner.hf, owner.family.language_layers)[LAYER].mlp.register_forward_hook(self.hook)  # type: ignore[index]
@@ -56,6 +57,7 @@ class Injection:
         return run
 
     def step(self, trainer: Any, step: int, batches: Sequence[Any], rate: float, *, leave_out: bool = False) -> Any:
+        """`train_step`, wrong in the steps that are to be."""
         wrong = step in self.steps
         self.active = wrong and self.here and max(b.tokens for b in batches) > self.above
         try:
@@ -66,6 +68,7 @@ class Injection:
             self.active = False
 
     def hook(self, module: torch.nn.Module, given: Any, out: torch.Tensor) -> torch.Tensor | None:
+        """In the forward of a layer: what it gives, spoilt, or no memory."""
         if not self.active or out.shape[-2] <= self.above:
             return None
         if self.kind == "forward" and torch.is_grad_enabled():
@@ -109,6 +112,7 @@ def run_injected(ranks: Ranks, job: Mapping[str, Any]) -> None:
 
 
 def shard(folder: Path) -> Path:
+    """The first file of a checkpoint's tensors."""
     return folder / "shard-00000.safetensors"
 
 
@@ -134,6 +138,7 @@ def lie(folder: Path, **changes: Any) -> None:
 
 
 def empty(folder: Path) -> None:
+    """Remove the files of a folder."""
     for path in folder.iterdir():
         path.unlink()
 

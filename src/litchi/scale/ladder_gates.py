@@ -109,6 +109,7 @@ def check_gates(climb: Climb) -> Failure | None:
 
 
 def finite(climb: Climb) -> Failure | None:
+    """Every step is."""
     for line in climb.lines:
         if line["skipped"] or not math.isfinite(line["loss"]):
             return Failure(
@@ -134,6 +135,7 @@ def falling(climb: Climb) -> Failure | None:
 
 
 def as_before(climb: Climb) -> Failure | None:
+    """Losses are those of the rung before."""
     if climb.before is None:
         return None
     for step, difference in enumerate(differences(climb, climb.before), 1):
@@ -147,6 +149,7 @@ def as_before(climb: Climb) -> Failure | None:
 
 
 def moved(climb: Climb) -> Failure | None:
+    """Every trainable tensor has."""
     if not climb.unmoved:
         return None
     return Failure(
@@ -156,6 +159,7 @@ def moved(climb: Climb) -> Failure | None:
 
 
 def memory(climb: Climb) -> Failure | None:
+    """No rank came near the limit."""
     if climb.peak_bytes <= FULL * climb.limit_bytes:
         return None
     return Failure(
@@ -165,6 +169,7 @@ def memory(climb: Climb) -> Failure | None:
 
 
 def as_planned(climb: Climb) -> Failure | None:
+    """No rank held much more than its forecast."""
     if climb.forecast is None or max(climb.forecast["peak_bytes"]) <= PLANNED * climb.forecast["planned_bytes"]:
         return None
     return Failure(
@@ -209,6 +214,7 @@ def evaluation(climb: Climb) -> Failure | None:
 
 
 def efficient(climb: Climb) -> Failure | None:
+    """Ranks together are not much slower than alone."""
     if climb.efficiency is None or climb.efficiency >= climb.floor:
         return None
     return Failure(

@@ -12,18 +12,16 @@ from typing import Any
 
 from litchi.config import derive, load_config
 from litchi.model.build import read_config, resolve_model
-from litchi.model.sizes import allowed_sizes, read_shape, size_config
+from litchi.model.sizes import AXES, allowed_sizes, read_shape, size_config
 from litchi.parallel.estimate import Estimate, Recipe, estimate
 from litchi.parallel.machines import Machine, find_machine
-from litchi.parallel.mesh import Layout
-from litchi.parallel.plan import offer_layouts
+from litchi.parallel.mesh import Layout, offer_layouts
 from litchi.parallel.recipe import make_recipe, read_load
 
 PARTS = {  # of the table -> of an estimate
     "weights": "weights", "grads": "gradients", "optim": "optimizer", "language": "activations_language",
     "vision": "activations_vision", "logits": "logits", "comm": "communication", "reserve": "reserve",
 }  # fmt: skip
-AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
 
 
 def rank_layouts(recipe: Recipe, machine: Machine, cards: int, nodes: int) -> list[Estimate]:

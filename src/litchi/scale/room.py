@@ -44,6 +44,7 @@ class NotHere(Exception):
 
 
 def check(right: bool, what: str) -> None:
+    """Raise Failed where something is not right."""
     if not right:
         raise Failed(what)
 
@@ -127,6 +128,7 @@ class Run:
         check(not self.left(), f"processes are left over: {self.left()}")
 
     def kill(self) -> None:
+        """End the program and all ranks that are left."""
         if self.process.poll() is None:
             self.process.kill()
         for pid in self.left():
@@ -161,6 +163,7 @@ class Room:
         return ["selfcheck", "--job", str(job), "--procs", "2"]
 
     def start(self, out: str, *more: str, measured: bool = False, inject: Injected = ()) -> Run:
+        """Start the program on a run's folder."""
         self.count += 1
         place, log = self.folder / f"place-{self.count}", self.folder / f"log-{self.count}.txt"
         place.mkdir()
@@ -201,10 +204,12 @@ class Room:
 
 
 def steps_of(folder: Path) -> list[dict]:
+    """The lines of metrics.jsonl."""
     return read_lines(folder / "metrics.jsonl")
 
 
 def events_of(folder: Path, kind: str) -> list[dict]:
+    """The entries of a kind in events.jsonl."""
     return [entry for entry in read_lines(folder / "events.jsonl") if entry["event"] == kind]
 
 

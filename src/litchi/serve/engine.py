@@ -67,13 +67,10 @@ class Engine:
 
     @property
     def facts(self) -> Facts:
+        """What this engine says of itself."""
         owner = self.wrapped.owner
         facts: dict[str, Any] = {
-            "pixels": {
-                "min": owner.spec.min_pixels,
-                "max": owner.spec.max_pixels,
-                **self.config.data.pixels.by_detail,
-            },
+            "pixels": self.config.data.pixels.in_force(owner.spec),
             "template": self.config.data.template if "rerank" in self.renderers else None,
             "instruction": self.config.data.instruction,
             "dtype": self.dtype,

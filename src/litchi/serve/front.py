@@ -101,6 +101,7 @@ def write_log(**facts: Any) -> None:
 
 
 def refuse(refusal: Refusal) -> JSONResponse:
+    """The answer a refusal is."""
     return JSONResponse(refusal.to_json(), refusal.status, headers=refusal.headers)
 
 
@@ -178,4 +179,5 @@ class Watch:
 
 
 def address_of(scope: Any) -> str:
+    """Where a request comes from."""
     return (scope.get("client") or ("",))[0]

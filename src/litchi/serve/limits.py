@@ -55,11 +55,13 @@ class Refusal(Exception):
         return named.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
     def to_json(self) -> dict[str, Any]:
+        """The body of the answer."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
     @property
     def headers(self) -> dict[str, str]:
+        """When to come again, how to authenticate, whether the connection closes."""
         out = {} if self.retry_s is None else {"retry-after": str(max(1, round(self.retry_s + 0.5)))}
         if self.status == 401:
             out["www-authenticate"] = "Bearer"

@@ -47,6 +47,7 @@ class FeatureMemory:
         return held
 
     def find(self, name: PictureName) -> Held | None:
+        """Features that are held; they are then the last to go."""
         with self.lock:
             held = self.held.pop(name, None)
             if held is not None:

@@ -63,12 +63,14 @@ class Prefixes:
         self.saved_tokens = 0
 
     def find(self, query: Hashable) -> Prefix | None:
+        """A query that is held; it is then the last to go."""
         prefix = self.held.pop(query, None)
         if prefix is not None:
             self.held[query] = prefix
         return prefix
 
     def keep(self, query: Hashable, prefix: Prefix) -> None:
+        """Hold a query; those that were asked longest ago make room."""
         if (old := self.held.pop(query, None)) is not None:
             self.held_bytes -= old.held_bytes
         self.held[query] = prefix

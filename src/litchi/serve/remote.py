@@ -13,7 +13,6 @@ import io
 import json
 import os
 import re
-import signal
 import time
 import traceback
 import urllib.error
@@ -71,9 +70,9 @@ class Remote:
 
     @property
     def facts(self) -> Facts:
-        vision = self.renderer.processor.vision
+        """What it says of itself, as an engine of ours does."""
         facts = {
-            "pixels": {"min": vision.min_pixels, "max": vision.max_pixels},
+            "pixels": self.config.data.pixels.in_force(self.renderer.processor.vision),
             "template": None if self.renderer.template is None else self.renderer.template.name,
             "instruction": self.config.data.instruction,
             "device": self.url,
@@ -313,24 +312,14 @@ def check_remote(remote: Remote, picture: bytes) -> list[str]:
     return []
 
 
-def run_remote(pipe: Any, spec: EngineSpec) -> None:
-    """The whole life of the process; it ends with the front's."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the front's to decide
-        signal.signal(number, signal.SIG_IGN)
-    try:
-        from litchi.serve.engine import sample_picture
+def open_relay(pipe: Any, spec: EngineSpec) -> Relay:
+    """Ask the other server something before the front hears that it is ready. Raises UserError."""
+    from litchi.serve.engine import sample_picture
 
+    try:
         relay = Relay(Remote(spec), pipe)
         warnings = check_remote(relay.remote, sample_picture())
-    except UserError as error:
-        pipe.send(("failed", error))
-        return
     except Refusal as refusal:
-        pipe.send(("failed", UserError("the engine cannot be asked", why=refusal.message)))
-        return
-    except Exception as error:
-        traceback.print_exc()
-        pipe.send(("failed", UserError(f"the engine cannot be asked: {type(error).__name__}: {error}")))
-        return
+        raise UserError("the engine cannot be asked", why=refusal.message) from None
     relay.front.tell("ready", relay.remote.facts, warnings)
-    relay.run()
+    return relay

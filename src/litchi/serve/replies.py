@@ -55,6 +55,7 @@ def chat_reply(request: ChatRequest, answer: Answer, name: str, number: str) -> 
 
 
 def chat_usage(answer: Answer) -> dict[str, int]:
+    """Tokens of a prompt and its answer, as OpenAI counts them."""
     total = answer.prompt_tokens + answer.new_tokens
     return {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.new_tokens, "total_tokens": total}
 

@@ -72,6 +72,8 @@ class ScoreRequest:
 
 @dataclass(frozen=True)
 class ChatRequest:
+    """`include_usage`: a stream ends with what it took."""
+
     job: ChatJob
     model: str | None
     stream: bool

@@ -148,10 +148,12 @@ async def wait_for(ticket: Ticket, request: Request) -> Scores | Answer:
 
 
 def client_gone() -> Refusal:
+    """What the log says of a request whose client did not wait."""
     return Refusal(499, "client_gone", "the client has gone")
 
 
 async def until_gone(request: Request) -> None:
+    """Wait until the client has."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

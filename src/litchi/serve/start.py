@@ -6,11 +6,13 @@ What is missing to serve is said before anything is loaded.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import signal
+import traceback
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from litchi.config import load_config
-from litchi.errors import MachineError, UsageError
+from litchi.errors import MachineError, UsageError, UserError
 from litchi.serve.jobs import EngineSpec
 from litchi.serve.limits import KEYS, read_keys
 
@@ -70,12 +72,22 @@ def serve_target(
 
 
 def run_engine(pipe: Any, spec: EngineSpec) -> None:
-    """What an engine's process runs; the front never imports torch."""
-    if spec.url is not None:
-        from litchi.serve.remote import run_remote
-
-        run_remote(pipe, spec)
+    """The whole life of an engine's process; it ends with the front's. The front never imports torch."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the front's to decide
+        signal.signal(number, signal.SIG_IGN)
+    open_engine: Callable[[Any, EngineSpec], Any]
+    try:
+        if spec.url is None:
+            from litchi.serve.worker import open_worker as open_engine
+        else:
+            from litchi.serve.remote import open_relay as open_engine
+        engine = open_engine(pipe, spec)
+    except UserError as error:
+        pipe.send(("failed", error))
         return
-    from litchi.serve.worker import run_worker
-
-    run_worker(pipe, spec)
+    except Exception as error:
+        traceback.print_exc()
+        what = "the model cannot be opened" if spec.url is None else "the engine cannot be asked"
+        pipe.send(("failed", UserError(f"{what}: {type(error).__name__}: {error}")))
+        return
+    engine.run()

@@ -73,7 +73,7 @@ def read_run(run: Path, marks: Mapping[str, str] | None = None) -> dict[str, Any
 
 
 def read_state(run: Path) -> dict[str, Any]:
-    """Steps and epochs it is to take (null: not said), whether it has finished, seconds since its last line."""
+    """Steps and epochs it is to take (None: not said), whether it has finished, seconds since its last line."""
     try:
         settings = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import os
 import queue
-import signal
 import sys
 import threading
 import time
@@ -25,7 +24,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from litchi.data.boxes import Frame, restore_boxes
-from litchi.errors import UserError
 from litchi.serve.answers import Growing
 from litchi.serve.batcher import Batcher, Kind, Work
 from litchi.serve.engine import Engine, compare_scores, sample_picture
@@ -293,30 +291,19 @@ def _pieces(worker: Worker, job: Job) -> list[Piece]:
     return [work.load for work in worker.preparer.prepare(0, job, 0.0)]
 
 
-def run_worker(pipe: Any, spec: EngineSpec) -> None:
-    """The whole life of an engine's process; it ends with the front's."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the front's to decide
-        signal.signal(number, signal.SIG_IGN)
-    try:
-        import torch
+def open_worker(pipe: Any, spec: EngineSpec) -> Worker:
+    """Load the model, and ask it something before the front hears that it is ready. Raises UserError."""
+    import torch
 
-        from litchi.dist import start_ranks
-        from litchi.model.build import quiet_libraries
+    from litchi.dist import start_ranks
+    from litchi.model.build import quiet_libraries
 
-        if spec.threads:
-            torch.set_num_threads(spec.threads)
-        os.environ["LOCAL_RANK"] = str(spec.device % max(1, torch.cuda.device_count()))
-        if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == 1:
-            os.nice(YIELD)
-        quiet_libraries()
-        worker = Worker(Engine(spec, start_ranks()), pipe)
-        warnings = check_engine(worker)
-    except UserError as error:
-        pipe.send(("failed", error))
-        return
-    except Exception as error:
-        traceback.print_exc()
-        pipe.send(("failed", UserError(f"the model cannot be opened: {type(error).__name__}: {error}")))
-        return
-    worker.front.tell("ready", worker.engine.facts, warnings)
-    worker.run()
+    if spec.threads:
+        torch.set_num_threads(spec.threads)
+    os.environ["LOCAL_RANK"] = str(spec.device % max(1, torch.cuda.device_count()))
+    if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == 1:
+        os.nice(YIELD)
+    quiet_libraries()
+    worker = Worker(Engine(spec, start_ranks()), pipe)
+    worker.front.tell("ready", worker.engine.facts, check_engine(worker))
+    return worker

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from litchi.model.weights import own_part
+
 BLOCK = 256  # numbers that share a scale
 FEWEST = 4096  # smaller tensors keep their averages in full: they weigh nothing
 AT_ONCE = 2**24  # numbers that exist in fp32 at a time
@@ -84,15 +86,15 @@ class AdamW8bit(torch.optim.Optimizer):
                     self.state[parameter].update(self.make_state(parameter))
                 state = self.state[parameter]
                 state["step"] += 1
-                _update(parameter, {k: _local(v) for k, v in state.items() if k != "step"}, int(state["step"]), group)
+                _update(parameter, {k: own_part(v) for k, v in state.items() if k != "step"}, int(state["step"]), group)
 
 
 def _update(parameter: Tensor, state: dict[str, Tensor], step: int, group: dict[str, Any]) -> None:
     """One tensor, by runs of rows, in place."""
     (first, second), rate = group["betas"], group["lr"]
     packed = "exp_avg_scale" in state
-    grad = _local(parameter.grad)  # type: ignore[arg-type]
-    for weight, slope, *parts in _runs(_local(parameter), grad, *state.values(), rows=packed):
+    grad = own_part(parameter.grad)  # type: ignore[arg-type]
+    for weight, slope, *parts in _runs(own_part(parameter), grad, *state.values(), rows=packed):
         own = dict(zip(state, parts, strict=True))
         average, root = own["exp_avg"], own["exp_avg_root"]
         if packed:
@@ -134,7 +136,7 @@ def _has_whole_rows(parameter: Tensor) -> bool:
 
 def _make_scales(parameter: Tensor) -> Tensor:
     """Zeros [rows, blocks], cut as the parameter is."""
-    local = _local(parameter)
+    local = own_part(parameter)
     blocks = -(-math.prod(parameter.shape[1:]) // BLOCK)
     zeros = torch.zeros(local.shape[0], blocks, device=local.device)
     if not isinstance(parameter, DTensor):
@@ -143,7 +145,3 @@ def _make_scales(parameter: Tensor) -> Tensor:
     return DTensor.from_local(
         zeros, parameter.device_mesh, parameter.placements, run_check=False, shape=whole, stride=(blocks, 1)
     )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -155,7 +155,7 @@ def _answer_all(wrapped: Wrapped, rows: EvalSet, ranks: Ranks, config: Config, a
         progress = count_progress("segments", enabled=ranks.is_main)
         keep = None if asked.kept is None else _keeper(asked.kept, key)
         began = time.monotonic()
-        known |= {i: text for i, text, *_ in generate_set(wrapped, rest, ranks, how, progress, keep)}
+        known |= {i: text for i, text, *_ in generate_set(wrapped, rest, how, progress, keep)}
         if ranks.is_main:
             print(f"{len(left):,} segments answered in {time.monotonic() - began:.1f} s", file=sys.stderr)
     return [known[i] for i in ids]
@@ -223,5 +223,5 @@ def _fuse(
         prompts = [(str(n), head + "\n".join(texts[i] for i in group)) for n, group in enumerate(groups)]
         config, rows = _open_rows(target, prompts, overrides, ranks)
         how = how_to_measure(config, ranks.device)
-        texts = [text for _, text, *_ in generate_set(wrapped, rows, ranks, how)]
+        texts = [text for _, text, *_ in generate_set(wrapped, rows, how)]
     return texts[0] if len(events) > 1 else events[0].text

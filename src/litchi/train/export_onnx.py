@@ -125,6 +125,7 @@ class Graph(nn.Module):
         return rows.unflatten(0, (-1, self.unit))[order].flatten(0, 1)
 
     def attend(self, attn: Any, hidden: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
+        """Attention of a block under a mask [1, P, P], without a kernel that graphs do not have."""
         q, k, v = attn.qkv(hidden).unflatten(1, (3, attn.num_heads, -1)).unbind(1)
         q, k = (x * turn[0] + _half_turned(x) * turn[1] for x in (q, k))
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))

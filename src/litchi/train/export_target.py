@@ -150,14 +150,13 @@ def _rows(config: Config, source: str, ranks: Ranks) -> tuple[EvalSet, Measure]:
 
 
 def _facts(target: Target, config: Config, wrapped: Wrapped) -> dict[str, Any]:
-    spec = wrapped.owner.spec
     known = target.manifest or {"task": None, "template": None, "step": None}  # of others' adapters we know no task
     return {
         "task": known["task"],
         "base": known.get("base", identify_base(config.model.path)),
         "template": known["template"],
         "instruction": config.data.instruction,
-        "pixels": {"min": spec.min_pixels, "max": spec.max_pixels, **config.data.pixels.by_detail},
+        "pixels": config.data.pixels.in_force(wrapped.owner.spec),
         "settings": known.get("settings", config.model_dump(mode="json")),
         "step": known["step"],
     }

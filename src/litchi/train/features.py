@@ -187,7 +187,7 @@ def _encode_all(
         jobs, prepare_ahead(_Pictures(parts, jobs), range(len(jobs)), workers), strict=True
     ):
         if names:
-            assert features is not None
+            assert isinstance(features, TowerFeatures)
             with wrapped.compute():
                 features.encode(wrapped.owner, pixels, grids, names)
         done += len(job)

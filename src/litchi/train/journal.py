@@ -70,11 +70,6 @@ class Journal:
         """The decisions of a kind, in the order in which they were made."""
         return [e for e in self.entries if e.get(DECIDED) and e["event"] == event]
 
-    def holding(self, event: str, step: int) -> dict[str, Any] | None:
-        """The decision of a kind that holds at a step: the last one made for it or before."""
-        made = [e for e in self.entries if e.get(DECIDED) and e["event"] == event and e["step"] <= step]
-        return max(made, key=lambda e: e["step"], default=None)
-
     def note(self, event: str, *, step: int, **facts: Any) -> None:
         """Write down what happened at a step. Collective."""
         self._add({"event": event, "step": step, **facts})

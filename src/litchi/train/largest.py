@@ -10,28 +10,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from litchi.batch.cutting import Pick
 from litchi.batch.loader import Corpus, StepPlan, make_batch
 from litchi.dist import Ranks, gather_objects, max_ranks
 from litchi.model.forward import Output
+from litchi.model.weights import own_part
 from litchi.train.durable import format_bytes
 from litchi.train.losses import make_loss
-from litchi.train.metrics import peak_bytes
+from litchi.train.metrics import peak_bytes, status_bytes
 from litchi.train.oom import describe, guard_memory
+from litchi.train.outlook import PLANNED
+from litchi.train.run import Run
 from litchi.train.step import Trainer
 from litchi.train.two_pass import random_state
 from litchi.types import Batch
-
-if TYPE_CHECKING:
-    from litchi.train.setup import Run
 
 PATCH = 0.4  # tokens a patch takes as much memory as: 32 blocks of width 1280 against 28 layers of 3584 (7B)
 STEPS = 1000  # that are planned to find the largest micro-batch, about 2 ms each; of a longer run those with
@@ -40,7 +38,6 @@ TRIED = 20  # steps looked at for a size on trial
 ROOM = 0.92  # of a memory limit that may be taken
 FINEST = 256  # tokens
 MEASURED = "auto_micro_batch_tokens"  # in the journal
-PLANNED = "auto_plan"
 BOUNDS = {"cuda": (1024, 65_536), "cpu": (512, 8192)}  # of `auto`
 
 
@@ -112,7 +109,7 @@ def _full_state(trainer: Trainer) -> Iterator[None]:
     optimizer = trainer.optimizer
     each = 2 if isinstance(optimizer, torch.optim.AdamW) else 0  # what is kept elsewhere was made with the optimizer
     own = [p for group in optimizer.param_groups for p in group["params"]]
-    room = [torch.empty_like(_local(p)) for p in own if not optimizer.state.get(p) for _ in range(each)]
+    room = [torch.empty_like(own_part(p)) for p in own if not optimizer.state.get(p) for _ in range(each)]
     for parameter in own:
         parameter.grad = torch.zeros_like(parameter)
     try:
@@ -120,10 +117,6 @@ def _full_state(trainer: Trainer) -> Iterator[None]:
     finally:
         room.clear()
         optimizer.zero_grad(set_to_none=True)
-
-
-def _local(tensor: nn.Parameter) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # ------------------------------------------------------------------------------------------------------- sizes that fit
@@ -136,17 +129,12 @@ def memory_limit(device: torch.device, local_ranks: int) -> tuple[int, Callable[
         return free + torch.cuda.memory_reserved(device), lambda: torch.cuda.max_memory_reserved(device)
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if space != resource.RLIM_INFINITY:
-        return space, lambda: _status_bytes("VmPeak")
+        return space, lambda: status_bytes("VmPeak")
     try:
         allowed = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
     except OSError:
         return None
     return (int(allowed) // local_ranks, lambda: peak_bytes(device)) if allowed.isdecimal() else None
-
-
-def _status_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def search_size(share: Callable[[int], tuple[float, int]], low: int, high: int) -> int:

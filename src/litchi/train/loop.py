@@ -47,8 +47,9 @@ from litchi.train.progress import count_progress
 from litchi.train.resume import refuse_changed
 from litchi.train.rollback import EVENT as ROLLBACK
 from litchi.train.rollback import GoBack, find_good, kept_checkpoints, left_out_steps, remove_undone, take_back
+from litchi.train.run import Run
 from litchi.train.saver import Saver
-from litchi.train.setup import Run, check_room, prepare_run, set_aside
+from litchi.train.setup import check_room, prepare_run, set_aside
 from litchi.train.step import train_step
 from litchi.train.watch import BestWatch, how_to_measure
 from litchi.types import Batch, StepResult
@@ -351,7 +352,7 @@ def evaluate_now(run: Run, step: int, request: StopRequest) -> dict[str, dict[st
     for data in run.eval_sets:
         PULSE.begin(f"measuring {data.name} at step {step}")
         progress = count_progress(f"measuring {data.name}", enabled=run.ranks.is_main)
-        measured = measure_set(run.wrapped, data, run.ranks, how, progress)
+        measured = measure_set(run.wrapped, data, how, progress)
         figures[data.name] = measured.metrics
         run.log.evaluation(step, data.name, measured.metrics, measured.report.get("intervals"))
         for warning in measured.report.get("warnings", ()):

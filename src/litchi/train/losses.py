@@ -97,14 +97,17 @@ def listwise_lambda(scores: Tensor, targets: Tensor, groups: Groups) -> Tensor:
 
 
 def count_documents(targets: Tensor, groups: Groups) -> int:
+    """Units of a loss that is a sum over documents."""
     return len(targets)
 
 
 def count_groups(targets: Tensor, groups: Groups) -> int:
+    """Units of one over groups."""
     return len(groups)
 
 
 def count_pairs(targets: Tensor, groups: Groups) -> int:
+    """Units of one over pairs of which the first has the higher label."""
     return sum(int((targets[a:b, None] > targets[None, a:b]).sum()) for a, b in groups)
 
 

@@ -44,7 +44,7 @@ def measure_one(name: str, data: str, overrides: Sequence[str], ranks: Ranks) ->
     rows = open_set(config, data, ranks, require_labels=True)
     wrapped = open_target(target, config, ranks)
     progress = count_progress(f"measuring {name}", enabled=ranks.is_main)
-    return measure_set(wrapped, rows, ranks, how_to_measure(config, ranks.device), progress)
+    return measure_set(wrapped, rows, how_to_measure(config, ranks.device), progress)
 
 
 def measure_target(

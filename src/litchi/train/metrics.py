@@ -50,6 +50,12 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def status_bytes(name: str) -> int:
+    """What Linux counts of this process: `VmRSS` in RAM now, `VmHWM` at most, `VmPeak` at most of addresses."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
 def reserved_bytes(device: torch.device) -> tuple[int, int] | None:
     """What the GPU's allocator holds now, and how much of it is in use: what lies between is cached or in fragments.
     None on the CPU."""

@@ -78,7 +78,7 @@ def mine_target(
         rows = replace(open_set(config, str(work), ranks, require_labels=False), max_rows=None)
         wrapped = open_target(target, config, ranks)
         progress = count_progress(f"scoring with {name}", enabled=ranks.is_main)
-        scored = score_set(wrapped, rows, ranks, how_to_measure(config, ranks.device), progress)
+        scored = score_set(wrapped, rows, how_to_measure(config, ranks.device), progress)
     finally:
         barrier()
         if ranks.is_main:

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from litchi.config.train import Train
 from litchi.dist import gather_objects
 from litchi.errors import UserError
+from litchi.model.weights import own_part
 from litchi.parallel.apply import Wrapped
 from litchi.train.two_pass import RandomState, random_state
 from litchi.types import Batch
@@ -56,8 +56,7 @@ def find_gradient(wrapped: Wrapped) -> str | None:
     found = None
     for number, (name, parameter) in enumerate(wrapped.owner.named_parameters()):
         grad = parameter.grad
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
-        if local is not None and not bool(local.isfinite().all()):
+        if grad is not None and not bool(own_part(grad).isfinite().all()):
             found = number, name
     stage = 0 if wrapped.encoder is not None else wrapped.layout.place(wrapped.rank).pp
     every = [(at, *one) for at, one in gather_objects((stage, found)) if one is not None]

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from litchi.errors import UsageError
+from litchi.model.weights import own_part
 from litchi.parallel.mesh import Layout
 
 Groups = Sequence[Mapping[str, Any]]
@@ -57,7 +57,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def read_weights(self) -> None:
         """Take the weights the model has now, as after loading a checkpoint."""
         for parameter, copy in self.copies.items():
-            _local(copy).copy_(_local(parameter), non_blocking=True)
+            own_part(copy).copy_(own_part(parameter), non_blocking=True)
         self._wait()
 
     @torch.no_grad()
@@ -72,7 +72,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.inner.step()
         for parameter, copy in self.copies.items():
             if copy.grad is not None:  # on the stream of the next forward; the next step waits before it writes here
-                _local(parameter).copy_(_local(copy), non_blocking=True)
+                own_part(parameter).copy_(own_part(copy), non_blocking=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` gave; the weights are the model's."""
@@ -91,7 +91,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if parameter not in self.rooms:
             self.rooms[parameter] = _room_like(parameter)
         room = self.rooms[parameter]
-        _local(room).copy_(_local(parameter.grad), non_blocking=True)
+        own_part(room).copy_(own_part(parameter.grad), non_blocking=True)
         return room
 
     def _wait(self) -> None:
@@ -115,11 +115,6 @@ def make_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str,
 def _room_like(parameter: Tensor) -> Tensor:
     """Room in the machine's memory, sharded as the parameter is; page-locked where a GPU copies into it."""
     return torch.empty_like(parameter, device="cpu", requires_grad=False, pin_memory=parameter.device.type == "cuda")
-
-
-def _local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

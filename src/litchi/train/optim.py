@@ -34,7 +34,7 @@ def rate_at(step: int, *, total: int, warmup: int, schedule: str) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def build_optimizer(model: nn.Module, family: Family, config: Config, *, prefix: str = "hf.") -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, family: Family, config: Config) -> torch.optim.Optimizer:
     """An optimizer over what trains, one group per (part, decays or not).
 
     Decay goes to matrices only: not to biases, norms and embeddings; and not to the head under a rerank loss, where
@@ -44,7 +44,7 @@ def build_optimizer(model: nn.Module, family: Family, config: Config, *, prefix:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        name = name[name.index(prefix) + len(prefix) :]
+        name = name.split("hf.", 1)[1]  # as the family has it, behind the owner's and the wrappers'
         part = family.part_of(name.replace(".base_layer", "").split(".lora_")[0])
         still = name == f"{family.embedding}.weight" or is_new_row(name) or (part == "head" and config.task == "rerank")
         decays = parameter.ndim > 1 and not still

@@ -42,7 +42,7 @@ def look(wrapped: Wrapped, rows: EvalSet, ranks: Ranks, how: Measure) -> Given:
     rank's, none where weights are sharded)."""
     task = rows.renderer.task
     start = time.perf_counter()
-    measured = measure_set(wrapped, rows, ranks, how)
+    measured = measure_set(wrapped, rows, how)
     row_s = (time.perf_counter() - start) / max(1, len(rows.rows))
     numbers = torch.tensor([line["score"] for line in measured.lines]) if task == "rerank" else None
     return Given(

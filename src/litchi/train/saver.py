@@ -20,10 +20,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.tensor import DTensor
 
 from litchi.dist import Ranks
 from litchi.errors import UserError
+from litchi.model.weights import own_part
 from litchi.train.checkpoint import optimizer_state, place_of, trainable_state
 from litchi.train.durable import disk_error
 from litchi.train.shards import ShardWriter, hidden
@@ -99,12 +99,12 @@ class Saver:
         self.room = {name: self.room.get(name) for name in state}  # type: ignore[misc]
         for name, tensor in state.items():
             room = self.room[name]
-            if room is None or (_local(room).shape, room.dtype) != (_local(tensor).shape, tensor.dtype):
+            if room is None or (own_part(room).shape, room.dtype) != (own_part(tensor).shape, tensor.dtype):
                 pinned = tensor.device.type == "cuda"
                 room = self.room[name] = torch.empty_like(
                     tensor, device="cpu", pin_memory=pinned, requires_grad=False, memory_format=torch.contiguous_format
                 )
-            _local(room).copy_(_local(tensor), non_blocking=True)
+            own_part(room).copy_(own_part(tensor), non_blocking=True)
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize(self.ranks.device)
 
@@ -143,10 +143,6 @@ class Saver:
         self.room = {}
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _explain(error: BaseException, step: int, place: Path) -> UserError:
     """What a failed save means to the user: the error of the first rank that had one."""
     if isinstance(error, CheckpointException):
@@ -156,12 +152,3 @@ def _explain(error: BaseException, step: int, place: Path) -> UserError:
         return disk_error(error, what, place)
     lines = str(error).strip().splitlines()
     return UserError(what, where=place, why=f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}")
-
-
-def save_checkpoint(
-    run: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, facts: Mapping[str, Any]
-) -> None:
-    """Save, and wait until it counts."""
-    saver = Saver(run, ranks)
-    saver.save(step, model, optimizer, facts)
-    saver.wait()

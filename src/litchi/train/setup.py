@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from litchi.batch.curriculum import plan_curriculum
 from litchi.batch.loader import Corpus, StepPlan
 from litchi.batch.schedule import EpochPlan
 from litchi.batch.sources import index_sources, refuse_bad
-from litchi.config import Config, DataSource, Derived, derive, resolve_micro_batch_tokens
+from litchi.config import Config, DataSource, derive, resolve_micro_batch_tokens
 from litchi.data.processor import Processor, load_processor
 from litchi.data.templates import find_template
 from litchi.dist import Ranks, barrier, gather_objects
@@ -39,9 +39,7 @@ from litchi.parallel.mesh import Layout, choose_layout
 from litchi.parallel.placement import Placement, find_devices, list_units, plan_placement, spread_model
 from litchi.train.checkpoint import Checkpoint
 from litchi.train.durable import FolderLock, on_main, replace_file
-from litchi.train.export import identify_base
 from litchi.train.features import open_features, prepare_features
-from litchi.train.forecast import Outlook, look_out, take_auto
 from litchi.train.journal import Journal
 from litchi.train.largest import MEASURED
 from litchi.train.losses import cutting, make_loss
@@ -49,55 +47,12 @@ from litchi.train.metrics import RunLog
 from litchi.train.offload import check_offload
 from litchi.train.oom import obey_requests
 from litchi.train.optim import build_optimizer
+from litchi.train.outlook import look_out, take_auto
 from litchi.train.progress import count_progress
 from litchi.train.reach import check_reach
-from litchi.train.resume import describe_origin, plan_room, refuse_full_disk, refuse_other, versions
+from litchi.train.resume import describe_origin, plan_room, refuse_full_disk, refuse_other
+from litchi.train.run import Run
 from litchi.train.step import Trainer
-
-
-@dataclass
-class Run:
-    """Everything a run has decided before its first step."""
-
-    config: Config
-    ranks: Ranks
-    folder: Path
-    log: RunLog
-    plan: StepPlan
-    eval_sets: list[EvalSet]
-    derived: Derived
-    loaded: Loaded
-    wrapped: Wrapped
-    trainer: Trainer
-    origin: dict[str, Any]
-    journal: Journal
-    outlook: Outlook | None = None
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What travels with checkpoints and exports."""
-        spec = self.wrapped.owner.spec
-        return {
-            "task": self.config.task,
-            "base": identify_base(self.config.model.path),
-            "template": self.config.data.template if self.config.task == "rerank" else "chat",
-            "instruction": self.config.data.instruction,
-            "pixels": {"min": spec.min_pixels, "max": spec.max_pixels, **self.config.data.pixels.by_detail},
-            "wrapper": self.wrapped.wrapper,
-            "settings": self.config.model_dump(mode="json"),
-            "numbers": self.config.numbers(),
-        }
-
-    def checkpoint_facts(self) -> dict[str, Any]:
-        """What travels with a checkpoint besides: what a resume compares and goes on from."""
-        scaler = self.trainer.scaler
-        return {
-            "origin": self.origin,
-            "journal": list(self.journal.entries),
-            "scaler": None if scaler is None else scaler.state_dict(),
-            "layout": str(self.wrapped.layout),
-            "versions": versions(),
-        }
 
 
 def prepare_run(
@@ -284,7 +239,7 @@ def build_wrapped(
 
     Args:
         loaded: on the meta device.
-        adapter: folder of the adapter to put on it; null: new additions where `trainable` wants them.
+        adapter: folder of the adapter to put on it; None: new additions where `trainable` wants them.
     """
     if adapter is not None:
         load_adapter(loaded, adapter)

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from litchi.dist import Ranks, sum_ranks
 from litchi.errors import UserError
 from litchi.model.forward import Output
+from litchi.model.weights import own_part
 from litchi.parallel.apply import Wrapped
 from litchi.train.nonfinite import NOT_FINITE, OVERFLOW, ROLLED_BACK, Fault, find_fault, find_gradient
 from litchi.train.optim import set_rate
@@ -160,8 +160,7 @@ def gradient_square(parameters: Iterable[nn.Parameter], copies: Callable[[Tensor
     for parameter in parameters:
         grad = parameter.grad
         if grad is not None:
-            local = grad.to_local() if isinstance(grad, DTensor) else grad
-            squares.setdefault(copies(parameter), []).extend(_squares(local))
+            squares.setdefault(copies(parameter), []).extend(_squares(own_part(grad)))
     return sum((_add_up(parts) / n for n, parts in squares.items()), torch.zeros((), dtype=torch.float64))
 
 
@@ -204,7 +203,7 @@ def _update(trainer: Trainer, norm: float) -> None:
         scale = trainer.clip / (norm + 1e-6)
         own = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if own:  # a vision rank has none
-            torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in own], scale)
+            torch._foreach_mul_([own_part(g) for g in own], scale)
     if trainer.scaler is not None:
         if applies:
             trainer.scaler.step(optimizer)

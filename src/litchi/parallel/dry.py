@@ -6,7 +6,6 @@ a rank of a real one would hold.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from litchi.dist import Ranks
 from litchi.model.family import find_family, part
 from litchi.model.forward import LitchiModel
-from litchi.model.sizes import allowed_sizes, read_shape
+from litchi.model.sizes import read_shape
+from litchi.model.weights import own_part
 from litchi.parallel.apply import Wrapped, apply_parallel
 from litchi.parallel.mesh import Layout
 from litchi.types import VisionSpec
@@ -38,9 +37,9 @@ def pretend_ranks(rank: int, world: int) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-def build_dry(owner: LitchiModel, layout: Layout, ranks: Ranks, *, tied: bool, precision: str = "bf16") -> Wrapped:
+def build_dry(owner: LitchiModel, layout: Layout, ranks: Ranks, *, tied: bool) -> Wrapped:
     """Cut and shard a model on the meta device as a rank would; its weights stay without values."""
-    return apply_parallel(owner, layout, ranks, precision=precision, checkpoint=True, tied=tied, fill=lambda: None)
+    return apply_parallel(owner, layout, ranks, precision="bf16", checkpoint=True, tied=tied, fill=lambda: None)
 
 
 @dataclass(frozen=True)
@@ -56,51 +55,20 @@ def measure_held(model: nn.Module) -> Held:
     """Bytes of this rank's own shards."""
     weights = trained = count = 0
     for parameter in model.parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = own_part(parameter)
         size = local.numel() * local.element_size()
         weights, trained, count = weights + size, trained + size * parameter.requires_grad, count + 1
     return Held(weights, trained, count)
 
 
-def offer_layouts(config: Mapping[str, Any], ranks: int, *, machine: int = 8) -> list[Layout]:
-    """Layouts of a number of ranks that a model can be cut in. Pure.
-
-    tp stays inside a machine, cp and pp are at most 8; what is left are data ranks: all shards where these are at most
-    128, and shards of a machine or of 64 ranks with copies. Copies alone are offered inside a machine.
-
-    Args:
-        config: config.json.
-        machine: ranks of a machine.
-    """
-    found = []
-    for tp, cp, pp in itertools.product(*(_sizes(config, axis, min(ranks, machine)) for axis in ("tp", "cp", "pp"))):
-        if ranks % (tp * cp * pp) or cp not in allowed_sizes(config, "cp", tp=tp):
-            continue
-        free = ranks // (tp * cp * pp)
-        shards = {free} if free <= 128 else set()
-        shards |= {n for n in (machine, 64) if free % n == 0 and free > n}
-        shards |= {1} if ranks <= machine else set()
-        found += [Layout(dp_replicate=free // n, dp_shard=n, tp=tp, cp=cp, pp=pp) for n in sorted(shards)]
-    return found
-
-
-def _sizes(config: Mapping[str, Any], axis: str, most: int) -> list[int]:
-    return [n for n in allowed_sizes(config, axis, limit=most) if n & (n - 1) == 0]
-
-
-def make_dry(config: Mapping[str, Any], *, full: bool = True) -> tuple[LitchiModel, bool]:
-    """A model of a config.json on the meta device, and whether its head is tied.
-
-    Args:
-        full: everything trains; else nothing does.
-    """
+def make_dry(config: Mapping[str, Any]) -> tuple[LitchiModel, bool]:
+    """A model of a config.json on the meta device, all of which trains, and whether its head is tied."""
     import transformers
 
     family = find_family(dict(config), "config.json")
     kind = getattr(transformers, family.architecture)
     with torch.device("meta"):
         hf = kind._from_config(kind.config_class(**config), dtype=torch.bfloat16)
-    hf.requires_grad_(full)
     shape = read_shape(config)
     spec = VisionSpec(shape.patch, shape.merge, shape.temporal, None, 0, 0, (0.0,) * 3, (1.0,) * 3)
     return LitchiModel(hf, family, spec), part(hf, family.head).weight is part(hf, family.embedding).weight
