@@ -25,6 +25,8 @@ def in_ranks(procs: int | None, body: Callable[[Ranks], int | None], **supervisi
     follow_launcher()
     count = ranks_to_start(procs)
     if count > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # which libraries read when they are loaded
+        load_libraries()
         raise typer.Exit(run_ranks([word for word in sys.argv[1:] if word != "--fresh"], count, **supervision))
     from litchi.dist import stop_ranks
     from litchi.model.build import quiet_libraries
@@ -37,6 +39,18 @@ def in_ranks(procs: int | None, body: Callable[[Ranks], int | None], **supervisi
     stop_ranks()
     if status:
         raise typer.Exit(status)
+
+
+def load_libraries() -> None:
+    """Import once what every rank needs, for ranks are copies of this process."""
+    import gc
+
+    import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
+
+    import litchi.train.loop
+
+    assert litchi.train.loop and transformers
+    gc.freeze()  # no collection of a rank looks through all that, and copies it by that
 
 
 def _lost(error: RestartError | None) -> NoReturn:

@@ -1,21 +1,25 @@
 """Start the ranks of this machine, watch over them, start them again where that helps; join them as one.
 
 The launcher holds the store at which its ranks meet, as torchrun's agent does and in the same variables, so the ranks
-need not know which of the two started them. Each rank is a process with a session of its own.
+need not know which of the two started them. Each rank is a process with a session of its own, and a copy of the
+launcher: what takes seconds to import is imported once, also for ranks that start again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
+import runpy
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -132,29 +136,45 @@ class RunningRanks:
     """The ranks of one start. On leaving, all that were started are gone, with what they have started."""
 
     def __init__(self) -> None:
-        self.processes: list[subprocess.Popen] = []
+        self.processes: list[BaseProcess] = []
+        self.pipes: list[Connection] = []
 
-    def start(self, arguments: Sequence[str], env: Mapping[str, str], procs: int) -> None:
-        """Start `litchi ARGUMENTS` on so many ranks."""
-        for rank in range(procs):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            command = [sys.executable, "-m", "litchi", *arguments]
-            self.processes.append(subprocess.Popen(command, env={**env, **own}, start_new_session=True))
+    def fork(self, arguments: Sequence[str], procs: int) -> None:
+        """Make so many copies of this process, which are to run `litchi ARGUMENTS`."""
+        context = multiprocessing.get_context("fork")
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until a copy no longer acts as the launcher
+        try:
+            for rank in range(procs):
+                given, pipe = context.Pipe(duplex=False)
+                process = context.Process(target=_be_rank, args=(arguments, given, before), name=f"rank {rank}")
+                process.start()
+                self.processes.append(process)
+                self.pipes.append(pipe)
+                given.close()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def start(self, env: Mapping[str, str]) -> None:
+        """Let the copies begin, in this environment."""
+        for rank, pipe in enumerate(self.pipes):
+            with contextlib.suppress(BrokenPipeError), pipe:  # it was killed
+                pipe.send({**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
 
     def send(self, number: int) -> None:
         """Send a signal to the ranks that are left."""
         for process in self.processes:
-            process.send_signal(number)
+            if process.exitcode is None:
+                os.kill(process.pid, number)
 
     def worst(self) -> Ended | None:
         """The rank that has ended worst so far; None where all that have ended did so well."""
-        ended = [Ended(rank, p.returncode) for rank, p in enumerate(self.processes) if p.poll()]
+        ended = [Ended(rank, p.exitcode) for rank, p in enumerate(self.processes) if p.exitcode]
         return max(ended, key=lambda one: one.weight, default=None)
 
     def wait(self) -> Ended | None:
         """Wait until all have ended: the first that ends badly ends the others. Returns it, or None."""
         first, until = None, 0.0
-        while any(process.poll() is None for process in self.processes):
+        while any(process.exitcode is None for process in self.processes):
             if first is None and (first := self.worst()):
                 until = time.monotonic() + (STOP_S if first.status == StoppedError.status else GRACE_S)
                 self.send(signal.SIGTERM)
@@ -166,9 +186,10 @@ class RunningRanks:
     def kill(self) -> None:
         """End all that are left, with what they have started."""
         for process in self.processes:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
+            if process.exitcode is None:
+                with contextlib.suppress(ProcessLookupError):  # it has no session yet, and nothing started
                     os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
 
     def __enter__(self) -> RunningRanks:
         return self
@@ -176,7 +197,29 @@ class RunningRanks:
     def __exit__(self, *error: object) -> None:
         self.kill()
         for process in self.processes:
-            process.wait()
+            process.join()
+
+
+def _be_rank(arguments: Sequence[str], given: Connection, mask: set[signal.Signals]) -> None:
+    """Run `litchi ARGUMENTS` in this copy of the launcher, in the environment it is given."""
+    os.setsid()
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    try:
+        env = given.recv()
+    except EOFError:  # the launcher has ended
+        os._exit(1)
+    import torch
+
+    if torch.cuda._is_in_bad_fork():  # the launcher has used a GPU, after which a copy of it cannot
+        os.execve(sys.executable, [sys.executable, "-m", "litchi", *arguments], env)
+    os.environ.update(env)
+    if threads := env.get("OMP_NUM_THREADS"):  # the libraries have read theirs already
+        torch.set_num_threads(int(threads))
+    sys.argv[1:] = arguments
+    runpy.run_module("litchi", run_name="__main__", alter_sys=True)
 
 
 class Told:
@@ -225,10 +268,11 @@ def run_ranks(arguments: Sequence[str], procs: int, *, restarts: int = 0, newest
     budget, made = Budget(restarts, newest()), []
     with Told() as told:
         while told.by is None:
-            store = _open_store()  # a new one, which knows nothing of the ranks before
             with RunningRanks() as ranks:
                 told.ranks = ranks
-                ranks.start(arguments, _environment(procs, store, made), procs)
+                ranks.fork(arguments, procs)  # before there is a store, whose thread would not be in a copy
+                store = _open_store()  # a new one, which knows nothing of the ranks before
+                ranks.start(_environment(procs, store, made))
                 if told.by is not None:  # while they were started
                     ranks.send(signal.SIGTERM)
                 ended = ranks.wait()
