@@ -186,10 +186,10 @@ def _litchi(words):
 
 
 class Program:
-    """`litchi WORDS` under way in a folder, as subprocess would have started it; its ranks are forked, not started."""
+    """`litchi WORDS` under way in a folder, as subprocess would have started it."""
 
     def __init__(self, words: Sequence[str], place: Path, log: Path):
-        self.running = Running(_litchi_forking, (words, str(place), str(log)), place, {})
+        self.running = Running(_litchi_in, (words, str(place), str(log)), place, {})
         self.pid = self.running.pid
 
     def poll(self) -> int | None:
@@ -208,43 +208,11 @@ class Program:
         self.running.process.kill()
 
 
-def _litchi_forking(words, place, log):
+def _litchi_in(words, place, log):
     os.chdir(place)
     for number in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), number)
-    from litchi.parallel import launch
-
-    launch.subprocess = SimpleNamespace(Popen=Forked)
     _litchi(words)
-
-
-class Forked:
-    """What subprocess.Popen does for a launcher, without paying for imports: a child that is this process's copy."""
-
-    def __init__(self, command, env, start_new_session):
-        assert command[1:3] == ["-m", "litchi"] and start_new_session
-        self.returncode = None
-        self.pid = os.fork()
-        if not self.pid:
-            os.setsid()
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-                signal.signal(number, signal.SIG_DFL)
-            os.environ.clear()
-            os.environ.update(env)
-            _litchi(command[3:])
-
-    def poll(self, options=os.WNOHANG):
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, options)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def wait(self):
-        return self.poll(0)
-
-    def send_signal(self, number):
-        if self.poll() is None:
-            os.kill(self.pid, number)
 
 
 # ---------------------------------------------------------------------------------------------- ranks of a function

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
+import time
 
 import psutil
 import pytest
-from processes import Program, rank_variables, run_litchi, start_litchi
+from processes import Program, Running, rank_variables, run_litchi, start_litchi
 from runs import read_rows, rerank_rows
 
+from litchi import __version__
 from litchi.errors import RestartError, StoppedError
-from litchi.parallel.launch import Budget, Ended
+from litchi.parallel.launch import Budget, Ended, RunningRanks
 from litchi.scale import chaos
 from litchi.train.checkpoint import list_checkpoints
 
@@ -36,6 +39,37 @@ def test_an_error_is_never_started_again():
     heavier = sorted(kinds.values(), key=lambda one: one.weight)
     assert [one.status for one in heavier][:2] == [0, 75] and {one.status for one in heavier[-4:]} == {1, 2, 3, 4}
     assert str(kinds[-9]) == "rank 0 was ended by SIGKILL"
+
+
+# ------------------------------------------------------------------------------------------------- copies that wait
+
+
+def copy_and_wait(threads):
+    """Make two copies and say which they are; then wait to be killed, or let them begin."""
+    if threads:
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    with RunningRanks() as ranks:
+        ranks.fork(["--version"], 2)
+        print("copies", *(process.pid for process in ranks.processes), flush=True)
+        if threads is None:
+            time.sleep(60)
+        ranks.start({**os.environ, "OF": "the start"})
+        print("ended", ranks.wait(), flush=True)
+
+
+def test_copies_that_wait_end_with_the_launcher(tmp_path):
+    launcher = Running(copy_and_wait, (None,), tmp_path, {})
+    launcher.wait_for("copies")
+    copies = [psutil.Process(int(pid)) for pid in launcher.read()[0].split()[1:]]
+    assert len(copies) == 2
+    os.kill(launcher.pid, signal.SIGKILL)
+    assert not psutil.wait_procs(copies, timeout=20)[1]
+
+
+@pytest.mark.parametrize("threads", [False, True], ids=["copied", "started anew beside another thread"])
+def test_copies_run_the_command_line(tmp_path, threads):
+    ended = Running(copy_and_wait, (threads,), tmp_path, {}).end()
+    assert ended.status == 0 and ended.out.splitlines()[1:] == [*[f"litchi {__version__}"] * 2, "ended None"]
 
 
 # ------------------------------------------------------------------------------------------------- two ranks, whole

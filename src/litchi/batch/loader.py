@@ -141,7 +141,10 @@ class Corpus:
         for media in list_media(self.load(row)):
             if name_picture(media.key) == name:
                 return PlacedMedia(media, grid), where, renderer
-        raise DataError(f"{cost.id} has other pictures than it was indexed with", where=where)
+        raise DataError(
+            f"{cost.id} has other pictures than it was indexed with", where=where,
+            why="the file has changed meanwhile", remedy="Start the run again",
+        )  # fmt: skip
 
     def _grids(self, source: SourceIndex, cost: RowCost, renderer: Renderer) -> GridOf:
         """Media -> grid: as indexed while the file is unchanged, else from its header."""

@@ -188,7 +188,10 @@ def decode_pictures(
                     rgb = decode_image(placed.media, window=renderer.window, data=kept.data.get(key))
                     found, grid = picture_patches(rgb, spec=spec, pixels=placed.media.pixels)
             if grid != placed.grid:
-                raise DataError(f"{placed.media.name} changed while the run was reading it", where=source)
+                raise DataError(
+                    f"{placed.media.name} changed while the run was reading it", where=source,
+                    remedy="Start the run again",
+                )  # fmt: skip
             recent.add(known, found)
         patches[key] = found
     return patches

@@ -75,7 +75,7 @@ class Lines:
             file.seek(int(self.offsets[i]))
             raw = file.read(int(self.lengths[i]))
         if len(raw) < self.lengths[i]:
-            raise DataError(f"{self.path} became shorter while it was read", where=self.source(i))
+            raise DataError(f"{self.path} became shorter while it was read", where=self.source(i), remedy="Start again")
         return raw
 
     def source(self, i: int) -> Source:

@@ -149,7 +149,10 @@ class Processor:
         high = self.vision.max_pixels if maximum is None else maximum
         if low > high:
             if minimum is not None and maximum is not None:
-                raise UsageError(f"data.pixels.min={low} is above data.pixels.max={high}")
+                raise UsageError(
+                    f"data.pixels.min={low} is above data.pixels.max={high}",
+                    remedy="Lower the first or raise the second",
+                )
             low = high = minimum if minimum is not None else high  # only one was set: the other gives way
         return replace(self, vision=replace(self.vision, min_pixels=low, max_pixels=high))
 
@@ -161,7 +164,10 @@ class Processor:
         video = replace(self.vision.video, **{key: value for key, value in settings.items() if value is not None})
         for low, high, name in (("min_frames", "max_frames", "frames"), ("min_pixels", "max_pixels", "pixels")):
             if getattr(video, low) > getattr(video, high):
-                raise UsageError(f"data.video: {getattr(video, low)} {name} at least, {getattr(video, high)} at most")
+                raise UsageError(
+                    f"data.video: {getattr(video, low)} {name} at least, {getattr(video, high)} at most",
+                    remedy=f"Lower {low} or raise {high}",
+                )
         return replace(self, vision=replace(self.vision, video=video))
 
 

@@ -55,7 +55,7 @@ def judge_log(
     kept = (ShownList(one.query_id, tuple(item for item in one.items if item.position <= k)) for one in lists)
     lists = [one for one in kept if one.items]
     if not lists:
-        raise DataError(f"the log shows nothing at places 1 to {k}")
+        raise DataError(f"the log shows nothing at places 1 to {k}", remedy="Count positions from 1")
     shown = Counter(item.doc_id for one in lists for item in one.items)
     clicks = Counter(item.doc_id for one in lists for item in one.items if item.click)
     known = {*shown, *(document for scores in (run or {}).values() for document in scores)}
@@ -64,7 +64,8 @@ def judge_log(
         many = count_of(len(known), "item", "items")
         warnings.append(f"no catalogue is given: the {many} of log and run stand for it")
     elif odd := sorted(known.difference(catalogue)):
-        raise DataError(f"{count_of(len(odd), 'item is', 'items are')} not in the catalogue", where=some_of(odd))
+        found = f"{count_of(len(odd), 'item is', 'items are')} not in the catalogue"
+        raise DataError(found, where=some_of(odd), remedy="Give the catalogue that log and run are of")
     items = catalogue or known
     own = find_slots(lists, {one.query_id: Ranking.of({}) for one in lists})
     report: dict[str, Any] = {

@@ -49,7 +49,7 @@ def read_click_log(path: str | Path) -> list[ShownList]:
     """
     lists = [_parse(read_object(text, f"{path}:{line}"), f"{path}:{line}") for line, text in iterate_lines(Path(path))]
     if not lists:
-        raise DataError("the log has no lines", where=path)
+        raise DataError("the log has no lines", where=path, why="a line for each list that was shown is needed")
     told = {item.conversion is not None for shown in lists for item in shown.items}
     if len(told) > 1:
         raise DataError("conversion stands on some items and not on others", where=path, remedy="Write 0 where none is")
@@ -65,7 +65,7 @@ def read_catalogue(path: str | Path) -> set[str]:
             raise DataError("doc_id is missing", where=f"{path}:{line}", why="a string that is not empty is expected")
         found.add(name)
     if not found:
-        raise DataError("the catalogue has no lines", where=path)
+        raise DataError("the catalogue has no lines", where=path, why="a line for each item is needed")
     return found
 
 
@@ -78,7 +78,7 @@ def _parse(row: Mapping[str, Any], where: str) -> ShownList:
     items = tuple(_parse_item(item, where) for item in shown)
     for name in ("position", "doc_id"):
         if len({getattr(item, name) for item in items}) < len(items):
-            raise DataError(f"a {name} stands twice in one list", where=where)
+            raise DataError(f"a {name} stands twice in one list", where=where, why="each may stand once")
     return ShownList(query, items)
 
 

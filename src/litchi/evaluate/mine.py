@@ -139,7 +139,10 @@ def scores_of_run(query: Query, pool: Pool, run: Mapping[str, float]) -> dict[in
         key = own.get(name, pool.names.get(name) if name not in pool.unclear else None)
         if key is None:
             known = "stands for several contents" if name in pool.unclear else "is none of the row or the pool"
-            raise DataError(f"the document {name!r} of the run {known}", where=query.sample.source)
+            raise DataError(
+                f"the document {name!r} of the run {known}", where=query.sample.source,
+                remedy="Score the documents of these files, by names that tell them apart",
+            )  # fmt: skip
         scores[key] = max(score, scores.get(key, score))
     return scores
 

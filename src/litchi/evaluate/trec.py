@@ -112,7 +112,9 @@ def _group(query: str, scores: Mapping[str, float], judged: Mapping[str, float])
 
 def _finite(query: str, document: str, score: float) -> float:
     if not math.isfinite(score):
-        raise DataError(f"score is {score}", where=f"query {query}, document {document}")
+        raise DataError(
+            f"score is {score}", where=f"query {query}, document {document}", why="a finite number is expected"
+        )
     return float(score)
 
 
@@ -134,7 +136,7 @@ def _read(path: Path, value: str, columns: tuple[str, ...]) -> Scores:
             )
         found.setdefault(query, {})[document] = worth
     if not found:
-        raise DataError("the file has no lines", where=path)
+        raise DataError("the file has no lines", where=path, why="a line for each query and document is needed")
     return found
 
 

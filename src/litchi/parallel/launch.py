@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -140,16 +140,41 @@ class RunningRanks:
         self.pipes: list[Connection] = []
 
     def fork(self, arguments: Sequence[str], procs: int) -> None:
-        """Make so many copies of this process, which are to run `litchi ARGUMENTS`."""
+        """Make so many copies of this process, which are to run `litchi ARGUMENTS`.
+
+        Where this process has other threads, which a copy lacks while it may wait for them, or has used a GPU, which a
+        copy then cannot, each starts anew instead.
+        """
+        import torch
+
+        anew, gpus = count_threads() != 1, torch.cuda.device_count()
+
+        def begin(given: Connection) -> None:
+            os.setsid()
+            _be_no_launcher(before)
+            for pipe in self.pipes:  # the launcher's ends, which a copy has too: without them it notices its end
+                pipe.close()
+            try:
+                env = given.recv()
+            except EOFError:
+                os._exit(1)
+            if anew or (gpus and torch.cuda._is_in_bad_fork()):
+                os.execve(sys.executable, [sys.executable, "-m", "litchi", *arguments], env)
+            os.environ.update(env)
+            if threads := env.get("OMP_NUM_THREADS"):  # which libraries have read already
+                torch.set_num_threads(int(threads))
+            sys.argv[1:] = arguments
+            runpy.run_module("litchi", run_name="__main__", alter_sys=True)
+
         context = multiprocessing.get_context("fork")
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until a copy no longer acts as the launcher
         try:
             for rank in range(procs):
                 given, pipe = context.Pipe(duplex=False)
-                process = context.Process(target=_be_rank, args=(arguments, given, before), name=f"rank {rank}")
+                self.pipes.append(pipe)
+                process = context.Process(target=begin, args=(given,), name=f"rank {rank}")
                 process.start()
                 self.processes.append(process)
-                self.pipes.append(pipe)
                 given.close()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -160,11 +185,14 @@ class RunningRanks:
             with contextlib.suppress(BrokenPipeError), pipe:  # it was killed
                 pipe.send({**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
 
+    def left(self) -> list[int]:
+        """Process ids of the ranks that have not ended."""
+        return [process.pid for process in self.processes if process.exitcode is None and process.pid]
+
     def send(self, number: int) -> None:
         """Send a signal to the ranks that are left."""
-        for process in self.processes:
-            if process.exitcode is None:
-                os.kill(process.pid, number)
+        for pid in self.left():
+            os.kill(pid, number)
 
     def worst(self) -> Ended | None:
         """The rank that has ended worst so far; None where all that have ended did so well."""
@@ -174,7 +202,7 @@ class RunningRanks:
     def wait(self) -> Ended | None:
         """Wait until all have ended: the first that ends badly ends the others. Returns it, or None."""
         first, until = None, 0.0
-        while any(process.exitcode is None for process in self.processes):
+        while self.left():
             if first is None and (first := self.worst()):
                 until = time.monotonic() + (STOP_S if first.status == StoppedError.status else GRACE_S)
                 self.send(signal.SIGTERM)
@@ -185,11 +213,10 @@ class RunningRanks:
 
     def kill(self) -> None:
         """End all that are left, with what they have started."""
-        for process in self.processes:
-            if process.exitcode is None:
-                with contextlib.suppress(ProcessLookupError):  # it has no session yet, and nothing started
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.kill()
+        for pid in self.left():
+            with contextlib.suppress(ProcessLookupError):  # it has no session yet, and has started nothing
+                os.killpg(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
 
     def __enter__(self) -> RunningRanks:
         return self
@@ -200,26 +227,24 @@ class RunningRanks:
             process.join()
 
 
-def _be_rank(arguments: Sequence[str], given: Connection, mask: set[signal.Signals]) -> None:
-    """Run `litchi ARGUMENTS` in this copy of the launcher, in the environment it is given."""
-    os.setsid()
+def count_threads() -> int | None:
+    """Threads of this process, those of libraries too; None where the system does not say."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return None
+
+
+def _be_no_launcher(mask: Iterable[int]) -> None:
+    """Take signals as a new program would.
+
+    Args:
+        mask: what was blocked when the program began.
+    """
     for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has told it to
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    try:
-        env = given.recv()
-    except EOFError:  # the launcher has ended
-        os._exit(1)
-    import torch
-
-    if torch.cuda._is_in_bad_fork():  # the launcher has used a GPU, after which a copy of it cannot
-        os.execve(sys.executable, [sys.executable, "-m", "litchi", *arguments], env)
-    os.environ.update(env)
-    if threads := env.get("OMP_NUM_THREADS"):  # the libraries have read theirs already
-        torch.set_num_threads(int(threads))
-    sys.argv[1:] = arguments
-    runpy.run_module("litchi", run_name="__main__", alter_sys=True)
 
 
 class Told:

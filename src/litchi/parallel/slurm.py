@@ -71,7 +71,7 @@ def read_options(words: Sequence[str], *, workers: int, name: str) -> dict[str, 
         if not equals or not re.fullmatch(option.takes, value):
             raise UsageError(f"--slurm {word}: not a value of {key}", why=f"{key}=... is {option.means}")
         if key in given:
-            raise UsageError(f"--slurm {key} is given twice")
+            raise UsageError(f"--slurm {key} is given twice", remedy="Leave one out")
         given[key] = value
     gpus = given.get("gpus", "1").rpartition(":")[2]
     safe = re.sub(r"[^\w.-]", "-", name) or "run"

@@ -320,5 +320,7 @@ def fill_marks(text: str, name: str, body: str) -> str:
     before, _, rest = text.partition(begin)
     _, found, after = rest.partition(end)
     if not found:
-        raise UserError(f"there is no place for the table, between {begin} and {end}")
+        raise UserError(
+            "the document has no place for the table", why="it goes between two lines", remedy=f"Add {begin} and {end}"
+        )
     return f"{before}{begin}\n\n{body}\n{end}{after}"

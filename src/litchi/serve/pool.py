@@ -32,7 +32,7 @@ class Ticket:
 
     number: int
     effort: float
-    engine: Engines
+    engine: PooledEngine
     events: asyncio.Queue[tuple[str, Any]] = field(default_factory=asyncio.Queue)
 
     async def __aiter__(self) -> AsyncIterator[str]:
@@ -57,7 +57,7 @@ class Ticket:
 
 
 @dataclass(eq=False)
-class Engines:
+class PooledEngine:
     """One engine as the front sees it."""
 
     index: int
@@ -116,7 +116,7 @@ class Pool:
     ):
         self.target, self.spec, self.limits = target, spec, limits
         self.say, self.say_ready, self.note, self.fail = say, say_ready, note, fail
-        self.engines = [Engines(first + index) for index in range(count)]
+        self.engines = [PooledEngine(first + index) for index in range(count)]
         self.numbers = 0
         self.arriving = 0  # requests that are being parsed, and have their place already
         self.stopping = False
@@ -141,7 +141,7 @@ class Pool:
         for engine in self.engines:
             self._start(engine)
 
-    def _start(self, engine: Engines) -> None:
+    def _start(self, engine: PooledEngine) -> None:
         here, there = self.context.Pipe()
         spec = replace(self.spec, device=engine.index)
         engine.process = self.context.Process(target=self.target, args=(there, spec), daemon=True)
@@ -153,7 +153,7 @@ class Pool:
 
     # ------------------------------------------------------------------------------------------------- requests
 
-    def find_room(self) -> Engines:
+    def find_room(self) -> PooledEngine:
         """The engine a further request would go to. Raises Refusal where it would wait too long, or none is ready."""
         able = [engine for engine in self.engines if engine.facts is not None]
         if not able:
@@ -183,7 +183,7 @@ class Pool:
 
     # ------------------------------------------------------------------------------------------------- messages
 
-    def _listen(self, engine: Engines, pipe: Any) -> None:
+    def _listen(self, engine: PooledEngine, pipe: Any) -> None:
         """In a thread: hand on what an engine says, and at last that it is gone."""
         assert self.loop is not None
         while True:
@@ -198,7 +198,7 @@ class Pool:
             if message[0] == "gone":
                 return
 
-    def _take(self, engine: Engines, pipe: Any, message: tuple[Any, ...]) -> None:
+    def _take(self, engine: PooledEngine, pipe: Any, message: tuple[Any, ...]) -> None:
         if pipe is not engine.pipe:  # of an engine that was replaced
             return
         kind = message[0]
@@ -227,7 +227,7 @@ class Pool:
                     del engine.tickets[message[1]]
                 ticket.events.put_nowait((kind, message[2]))
 
-    def _bury(self, engine: Engines) -> None:
+    def _bury(self, engine: PooledEngine) -> None:
         engine.facts = None
         engine.outbox.put(None)
         for ticket in engine.tickets.values():
@@ -237,12 +237,12 @@ class Pool:
         if self.stopping:
             return
         if not engine.served:
-            self.fail(UserError(f"engine {engine.index} ended while it was loading the model"))
+            self.fail(_ended(engine, "ended while it was loading the model"))
             return
         now = time.monotonic()
         engine.deaths = [at for at in engine.deaths if now - at < RESTART_S] + [now]
         if len(engine.deaths) > RESTARTS:
-            self.fail(UserError(f"engine {engine.index} died {len(engine.deaths)} times in {RESTART_S:g} s"))
+            self.fail(_ended(engine, f"died {len(engine.deaths)} times in {RESTART_S:g} s"))
             return
         self.say(f"engine {engine.index} ended by itself, and is started again")
         self._start(engine)
@@ -254,6 +254,14 @@ class Pool:
             if engine.process is not None:
                 engine.process.kill()
                 engine.process.join()
+
+
+def _ended(engine: PooledEngine, how: str) -> UserError:
+    return UserError(
+        f"engine {engine.index} {how}",
+        why="mostly the system ends it when memory runs out, else it has said why above",
+        remedy="Lower --procs or the limits of a request",
+    )
 
 
 def _send_all(outbox: queue.SimpleQueue[Any], pipe: Any) -> None:
