@@ -106,10 +106,11 @@ def test_one_of_two_ranks(tmp_path, words, ranks, phase):
 def test_litchi_train_starts_its_ranks_again(tmp_path, words, ranks):
     """The program itself, with memory that runs out on its second rank."""
     run, here = tmp_path / "run", Path(__file__).parent
-    inject = "Injection(SimpleNamespace(rank=int(os.environ['RANK'])), 'backward', [4], 1, 200)"
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os\nif 'RANK' in os.environ:\n    from types import SimpleNamespace\n"
-        f"    from litchi.scale.inject import Injection\n    {inject}\n"
+    (tmp_path / "sitecustomize.py").write_text(  # a rank is a copy of the launcher, which then runs the module
+        "import os, runpy\nfrom types import SimpleNamespace\nplain = runpy.run_module\n"
+        "def run_module(*words, **how):\n    from litchi.scale.inject import Injection\n"
+        "    Injection(SimpleNamespace(rank=int(os.environ['RANK'])), 'backward', [4], 1, 200)\n"
+        "    return plain(*words, **how)\nrunpy.run_module = run_module\n"
     )
     (tmp_path / "run.yaml").write_text("task: chat\n")
     more = ["model.path=builtin:tiny", "data.workers=0", "track=[]", "optim.warmup=1", "optim.schedule=constant"]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SLURM = "Say --slurm nodes=2 --slurm tasks=8 for 16 ranks"
 Engine = Literal["torch", "ray"]
-ExportFormat = Literal["merged", "int8", "int4", "nf4", "score", "onnx-vision", "triton"]
+ExportFormat = Literal["merged", "int8", "int4", "int4-gptq", "int4-awq", "nf4", "score", "onnx-vision", "triton"]
 
 
 def train(
@@ -116,6 +116,10 @@ def export(
     limit: Annotated[
         float | None, typer.Option("--limit", metavar="LOSS", help="It may lose: MRR@10 (0.005), of chat loss (0.05).")
     ] = None,
+    compressor: Annotated[
+        str | None,
+        typer.Option("--compressor", metavar="PYTHON", help="A Python with llmcompressor, for gptq and awq."),
+    ] = None,
     procs: Procs = None,
     debug: Debug = False,
 ) -> None:
@@ -128,7 +132,9 @@ def export(
         if form == "triton":
             export_triton(run, Path(out), overrides or [], ranks, data=data, limit=limit)
         else:
-            export_target(run, Path(out), overrides or [], ranks, form=form, data=data, limit=limit)
+            export_target(
+                run, Path(out), overrides or [], ranks, form=form, data=data, limit=limit, compressor=compressor
+            )
         if ranks.is_main:
             print(f"export: {out}", file=sys.stderr)
 

@@ -60,7 +60,8 @@ class Form:
     config: Mapping[str, Any]
 
 
-def _as_it_is(name: str, key: str, tensor: Tensor) -> dict[str, Tensor]:
+def as_it_is(name: str, key: str, tensor: Tensor) -> dict[str, Tensor]:
+    """`encode` that changes nothing."""
     return {key: tensor}
 
 
@@ -112,7 +113,7 @@ def export_model(
     }
     changed: list[bool] = []
     merged = bring_together(merged_tensors(owner.hf, written, changed), layout, ranks.rank)
-    _write_shards(merged, part, owner.hf, ranks, shard_bytes, form.encode if form else _as_it_is)
+    _write_shards(merged, part, owner.hf, ranks, shard_bytes, form.encode if form else as_it_is)
     some, learnt = max_ranks(float(len(changed)), float(any(changed)))
     if some and not learnt:
         if ranks.is_main:

@@ -16,9 +16,9 @@ from litchi.model.compressed import pack_int4, pack_int8, pack_nf4
 from litchi.model.family import Family, part
 from litchi.model.forward import LitchiModel
 from litchi.model.weights import SCORE
-from litchi.train.export import Form
+from litchi.train.export import Form, as_it_is
 
-Format = Literal["merged", "int8", "int4", "nf4", "score", "onnx-vision"]
+Format = Literal["merged", "int8", "int4", "int4-gptq", "int4-awq", "nf4", "score", "onnx-vision"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 GROUPS = (128, 64, 32)  # weights that share a scale of int4: what engines have kernels for
 # modules by both layouts of names, that of transformers and the older one of the hub and of vLLM
@@ -26,7 +26,7 @@ LEFT_ALONE = ("lm_head", "language_model.lm_head", r"re:visual\..*", r"re:model\
 
 
 def make_form(form: Format, owner: LitchiModel, yes: str | None) -> Form | None:
-    """How to write a model in a format; None: as it is.
+    """How to write a model in a format; None: as it is. What is calibrated is written as it is, and then rounded.
 
     Args:
         yes: the word a reranker's score speaks for, of its template; None for chat.
@@ -36,13 +36,15 @@ def make_form(form: Format, owner: LitchiModel, yes: str | None) -> Form | None:
     """
     if form == "merged":
         return None
+    if form in ("int4-gptq", "int4-awq"):
+        return Form(as_it_is, {})
     if form == "score":
         return _score_form(owner, yes)
     if form == "int8":
         return Form(_rounding(owner.family, pack_int8), {"quantization_config": _compressed_config("int-quantized", 8)})
     if form == "nf4":
         return Form(_rounding(owner.family, pack_nf4), {"quantization_config": _nf4_config(owner)})
-    group = _find_group(owner)
+    group = find_group(owner)
     config = _compressed_config("pack-quantized", 4, group)
     return Form(_rounding(owner.family, lambda weight: pack_int4(weight, group)), {"quantization_config": config})
 
@@ -63,7 +65,8 @@ def _rounding(family: Family, pack: Callable[[Tensor], dict[str, Tensor]]) -> Ca
     return encode
 
 
-def _find_group(owner: LitchiModel) -> int:
+def find_group(owner: LitchiModel) -> int:
+    """How many weights of a row share a scale in 4 bits: the most that divides every layer. UsageError: none does."""
     layers = part(owner.hf, owner.family.language_layers)
     linears = {n: m for n, m in layers.named_modules() if isinstance(m, nn.Linear) and ".lora_" not in n}
     widths = {module.in_features for module in linears.values()}

@@ -8,18 +8,23 @@ from typing import Any
 
 from litchi.data.templates import RerankTemplate
 
+ALONE = "Vision tower, merger, embedding and head are as trained."
+PACKED = "Linears of the language layers in 4 bits (compressed-tensors W4A16, packed, a scale per group)"
 WHAT = {
     "merged": "The whole model, with what was learnt folded in.",
     "int8": "Linears of the language layers in int8 (compressed-tensors W8A8: a scale per row, inputs rounded per "
-    "token as they come), by rounding to the nearest. Vision tower, merger, embedding and head are as trained.",
-    "int4": "Linears of the language layers in 4 bits (compressed-tensors W4A16, packed, a scale per group), by "
-    "rounding to the nearest. Vision tower, merger, embedding and head are as trained.",
-    "nf4": "Linears of the language layers in nf4 with double quantisation (bitsandbytes). Vision tower, merger, "
-    "embedding and head are as trained.",
+    f"token as they come), by rounding to the nearest. {ALONE}",
+    "int4": f"{PACKED}, by rounding to the nearest. {ALONE}",
+    "int4-gptq": f"{PACKED}, by GPTQ on samples of the training rows. {ALONE}",
+    "int4-awq": f"{PACKED}, by AWQ on samples of the training rows, which scales norms too. {ALONE}",
+    "nf4": f"Linears of the language layers in nf4 with double quantisation (bitsandbytes). {ALONE}",
     "score": "The model as a classifier of one label: `score.weight` is the head's row of the word yes less that of "
     "no, so its logit is Litchi's score. It has no language head and cannot chat.",
 }
-NEEDS = {"int8": "compressed-tensors", "int4": "compressed-tensors", "nf4": "bitsandbytes"}
+NEEDS = {
+    **dict.fromkeys(("int8", "int4", "int4-gptq", "int4-awq"), "compressed-tensors"),
+    "nf4": "bitsandbytes",
+}
 
 
 def write_readme(

@@ -6,6 +6,7 @@ import gc
 import json
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +23,9 @@ from litchi.model.weights import is_adapter_tensor
 from litchi.parallel.apply import Wrapped
 from litchi.train.checkpoint import list_checkpoints
 from litchi.train.export import MANIFEST, export_model, identify_base
+from litchi.train.export_calibrated import METHODS, calibrate, check_compressor, write_samples
 from litchi.train.export_onnx import export_vision
-from litchi.train.export_quant import Format, make_form
+from litchi.train.export_quant import Format, find_group, make_form
 from litchi.train.export_readme import write_readme
 from litchi.train.measure import open_set
 from litchi.train.parity import ROWS, compare, format_table, look, refuse_lost, weight_bytes
@@ -40,12 +42,14 @@ def export_target(
     form: Format = "merged",
     data: str | None = None,
     limit: float | None = None,
+    compressor: str | None = None,
 ) -> dict[str, Any] | None:
     """Write a target in a format, read it back and compare the two.
 
     Args:
         data: rows to compare on; None: the run's own, to evaluate on or else to train on.
         limit: how much of the metric it may lose; None: as `parity.LIMIT` says.
+        compressor: an interpreter that has llmcompressor, for calibrated formats.
 
     Returns:
         The figures, or None where there is no row to compare on, which is said.
@@ -59,7 +63,8 @@ def export_target(
     target = _find_trained(name)
     if form == "onnx-vision":
         return _export_vision(target, out, overrides, ranks)
-    source = data or _own_rows(target)
+    python = check_compressor(form, compressor, ranks) if form in METHODS else None
+    source = data or _own_rows(target, ("eval", "train"))
     if source is None and form != "merged":
         raise UsageError(
             f"there are no rows to compare the {form} export on",
@@ -77,12 +82,18 @@ def export_target(
     size = _held_bytes(wrapped)
     shape = make_form(form, wrapped.owner, template.yes if template else None)
     draft = out.with_name(f".{out.name}.draft")
-    export_model(
-        wrapped.owner, resolve_model(config.model.path), draft, ranks, facts, layout=wrapped.layout, form=shape
-    )
-    kind = wrapped.owner.family.architecture
-    del wrapped, shape
-    gc.collect()  # two models at once may be more than the machine holds
+    base, kind = resolve_model(config.model.path), wrapped.owner.family.architecture
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".samples-") as samples:
+        if python and source:
+            seen = _own_rows(target, ("train",)) or source
+            as_seen = target_config(target, [*write_words({"data.eval": seen}, ()), *overrides], task=config.task)
+            write_samples(wrapped, open_set(as_seen, seen, ranks, require_labels=True), Path(samples))
+        export_model(wrapped.owner, base, draft, ranks, facts, layout=wrapped.layout, form=shape)
+        group = find_group(wrapped.owner) if python else 0
+        del wrapped, shape
+        gc.collect()  # two models at once may be more than the machine holds
+        if python:
+            calibrate(draft, Path(samples), form=form, group=group, python=python)
     figures = None
     if before and rows and how:
         again = find_target(str(draft))
@@ -136,10 +147,10 @@ def _unmeasured(name: str) -> str:
     return f"warning: not compared with {name}: there are no rows. Give some with --data FILE"
 
 
-def _own_rows(target: Target) -> str | None:
-    """The first file a run evaluated on, else the first it trained on, where it is still there."""
+def _own_rows(target: Target, kinds: Sequence[str]) -> str | None:
+    """The first of a run's files, to evaluate on ("eval") or to train on ("train"), that is still there."""
     data = ((target.manifest or {}).get("settings") or {}).get("data") or {}
-    found = [source["path"] for kind in ("eval", "train") for source in data.get(kind) or ()]
+    found = [source["path"] for kind in kinds for source in data.get(kind) or ()]
     return next((path for path in found if Path(path).is_file()), None)
 
 
