@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from litchi.batch.balance import share_pictures
 from litchi.config import load_config
 from litchi.errors import UsageError
-from litchi.parallel.mesh import Layout, Place, choose_layout
+from litchi.parallel.mesh import AXES, Layout, Place, choose_layout
 from litchi.parallel.pipeline import Action, plan_actions, split_layers
 from litchi.parallel.sequence import count_rows, cut_stream
 from litchi.types import Batch
@@ -21,19 +21,17 @@ from litchi.types import Batch
 small = st.integers(1, 3)
 
 
-@given(st.builds(Layout, small, small, small, small, small))
+@given(st.builds(Layout, **dict.fromkeys(AXES, small)))
 def test_places_are_a_grid_with_tp_ranks_side_by_side(layout):
     places = [layout.place(rank) for rank in range(layout.ranks)]
     assert len(set(places)) == layout.ranks
     assert places[: layout.tp] == [Place(tp=t) for t in range(layout.tp)]
-    assert places[-1] == Place(
-        layout.pp - 1, layout.dp_replicate - 1, layout.dp_shard - 1, layout.cp - 1, layout.tp - 1
-    )
+    assert places[-1] == Place(**{axis: getattr(layout, axis) - 1 for axis in AXES})
     stages = Counter(place.pp for place in places)
     assert set(stages.values()) == {layout.stage_ranks}
 
 
-@given(st.builds(Layout, small, small, small, small, small))
+@given(st.builds(Layout, **dict.fromkeys(AXES, small)))
 def test_each_batch_has_one_rank_that_speaks_for_it(layout):
     leaders = [rank for rank in range(layout.ranks) if layout.leads(rank)]
     assert sorted(layout.data_rank(rank) for rank in leaders) == list(range(layout.data_ranks))

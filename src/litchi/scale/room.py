@@ -112,7 +112,7 @@ class Run:
         """Processes of this run that have not ended: launcher, ranks, loaders."""
         found = []
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
+            with contextlib.suppress(psutil.Error, FileNotFoundError):  # psutil 7.0 says the second of one just gone
                 if process.status() != psutil.STATUS_ZOMBIE and process.cwd() == str(self.place):
                     found.append(process.pid)
         return found

@@ -8,13 +8,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from litchi.config import Config
 from litchi.data.jsonl import guess_task
-from litchi.data.templates import find_template
+from litchi.data.templates import RerankTemplate, find_template
 from litchi.dist import Ranks, barrier
 from litchi.errors import UsageError
 from litchi.evaluate.run import EvalSet, Measure
@@ -28,9 +28,11 @@ from litchi.train.export_onnx import export_vision
 from litchi.train.export_quant import Format, find_group, make_form
 from litchi.train.export_readme import write_readme
 from litchi.train.measure import open_set
-from litchi.train.parity import ROWS, compare, format_table, look, refuse_lost, weight_bytes
+from litchi.train.parity import ROWS, Given, compare, format_table, look, refuse_lost, weight_bytes
 from litchi.train.target import Target, find_target, open_target, target_config, write_words
 from litchi.train.watch import how_to_measure
+
+Compared = tuple[EvalSet, Measure]  # rows, and how to measure on them
 
 
 def export_target(
@@ -74,51 +76,100 @@ def export_target(
         )
     words = [*(write_words({"data.eval": source}, ()) if source else ()), *overrides]
     config = target_config(target, words, task=guess_task(source) if source else "rerank")
-    wrapped = open_target(target, config, ranks)
-    rows, how = (None, None) if source is None else _rows(config, source, ranks)
-    before = look(wrapped, rows, ranks, how) if rows and how else None
-    facts = _facts(target, config, wrapped)
-    template = find_template(config.data.template) if config.task == "rerank" else None
-    size = _held_bytes(wrapped)
-    shape = make_form(form, wrapped.owner, template.yes if template else None)
+    compared = _rows(config, source, ranks) if source else None
     draft = out.with_name(f".{out.name}.draft")
-    base, kind = resolve_model(config.model.path), wrapped.owner.family.architecture
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".samples-") as samples:
+    draft.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".samples-") as place:
+        seen = None
         if python and source:
-            seen = _own_rows(target, ("train",)) or source
-            as_seen = target_config(target, [*write_words({"data.eval": seen}, ()), *overrides], task=config.task)
-            write_samples(wrapped, open_set(as_seen, seen, ranks, require_labels=True), Path(samples))
-        export_model(wrapped.owner, base, draft, ranks, facts, layout=wrapped.layout, form=shape)
-        group = find_group(wrapped.owner) if python else 0
-        del wrapped, shape
+            path = _own_rows(target, ("train",)) or source
+            as_seen = target_config(target, [*write_words({"data.eval": path}, ()), *overrides], task=config.task)
+            seen = open_set(as_seen, path, ranks, require_labels=True), Path(place)
+        made = _write_draft(target, config, draft, ranks, form, compared, seen)
         gc.collect()  # two models at once may be more than the machine holds
         if python:
-            calibrate(draft, Path(samples), form=form, group=group, python=python)
+            calibrate(draft, Path(place), form=form, group=made.group, python=python)
     figures = None
-    if before and rows and how:
-        again = find_target(str(draft))
-        kept = [word for word in words if word.split(".")[0] not in ("model", "trainable")]
-        settings = {**target.facts, "task": config.task, "data.pixels": config.data.pixels.model_dump(mode="json")}
-        read = target_config(again, [*write_words(settings, kept), *kept], task=config.task)
-        after = look(open_target(again, read, ranks), rows, ranks, how)
-        figures = compare(config.task, before, after, rows=len(rows.rows), limit=limit)
-        figures["bytes"] = [size, weight_bytes(draft)]
+    if made.before and compared:
+        after = _read_again(target, config, words, draft, ranks, compared)
+        figures = compare(config.task, made.before, after, rows=len(compared[0].rows), limit=limit)
+        figures["bytes"] = [made.bytes, weight_bytes(draft)]
     if ranks.is_main:
-        manifest = json.loads((draft / MANIFEST).read_text(encoding="utf-8")) | {"format": form, "parity": figures}
-        text = write_readme(form, facts, figures, template, kind)
-        (draft / "README.md").write_text(text, encoding="utf-8")
-        (draft / MANIFEST).write_text(json.dumps(manifest, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-        print(format_table(form, figures) if figures else _unmeasured(name), file=sys.stderr)
-        refused = out.with_name(f"{out.name}.refused")
-        if figures and not figures["lost"] <= figures["limit"]:
-            shutil.rmtree(refused, ignore_errors=True)
-            draft.replace(refused)
-        else:
-            draft.replace(out)
+        _describe(draft, form, made, figures, name)
+    refused = out.with_name(f"{out.name}.refused")
+    if ranks.is_main and figures and not figures["lost"] <= figures["limit"]:
+        shutil.rmtree(refused, ignore_errors=True)
+        draft.replace(refused)
+    elif ranks.is_main:
+        draft.replace(out)
     barrier()
     if figures:
-        refuse_lost(figures, out.with_name(f"{out.name}.refused"))
+        refuse_lost(figures, refused)
     return figures
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What is known of the model a draft was made of; `group`: weights that share a scale, where it is calibrated."""
+
+    before: Given | None
+    facts: dict[str, Any]
+    template: RerankTemplate | None
+    bytes: int
+    kind: str
+    group: int
+
+
+def _write_draft(
+    target: Target,
+    config: Config,
+    draft: Path,
+    ranks: Ranks,
+    form: Format,
+    compared: Compared | None,
+    seen: tuple[EvalSet, Path] | None,
+) -> _Made:
+    """Open the model, measure it, and write it.
+
+    Args:
+        seen: rows to calibrate on, and the folder for what the language layers get of them.
+    """
+    wrapped = open_target(target, config, ranks)
+    owner = wrapped.owner
+    template = find_template(config.data.template) if config.task == "rerank" else None
+    made = _Made(
+        before=look(wrapped, compared[0], ranks, compared[1]) if compared else None,
+        facts=_facts(target, config, wrapped),
+        template=template,
+        bytes=_held_bytes(wrapped),
+        kind=owner.family.architecture,
+        group=find_group(owner) if seen else 0,
+    )
+    shape = make_form(form, owner, template.yes if template else None)
+    if seen:
+        write_samples(wrapped, *seen)
+    export_model(owner, resolve_model(config.model.path), draft, ranks, made.facts, layout=wrapped.layout, form=shape)
+    return made
+
+
+def _read_again(
+    target: Target, config: Config, words: Sequence[str], draft: Path, ranks: Ranks, compared: Compared
+) -> Given:
+    """Open a draft as anybody would, with the trained model's data settings, and measure it."""
+    again = find_target(str(draft))
+    kept = [word for word in words if word.split(".")[0] not in ("model", "trainable")]
+    settings = {**target.facts, "task": config.task, "data.pixels": config.data.pixels.model_dump(mode="json")}
+    read = target_config(again, [*write_words(settings, kept), *kept], task=config.task)
+    return look(open_target(again, read, ranks), compared[0], ranks, compared[1])
+
+
+def _describe(draft: Path, form: Format, made: _Made, figures: dict[str, Any] | None, name: str) -> None:
+    """Complete the manifest, write the README.md, and say what was compared."""
+    manifest = json.loads((draft / MANIFEST).read_text(encoding="utf-8")) | {"format": form, "parity": figures}
+    text = write_readme(form, made.facts, figures, made.template, made.kind)
+    (draft / "README.md").write_text(text, encoding="utf-8")
+    (draft / MANIFEST).write_text(json.dumps(manifest, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    print(format_table(form, figures) if figures else _unmeasured(name), file=sys.stderr)
 
 
 def _export_vision(target: Target, out: Path, overrides: Sequence[str], ranks: Ranks) -> dict[str, Any] | None:
@@ -154,7 +205,7 @@ def _own_rows(target: Target, kinds: Sequence[str]) -> str | None:
     return next((path for path in found if Path(path).is_file()), None)
 
 
-def _rows(config: Config, source: str, ranks: Ranks) -> tuple[EvalSet, Measure]:
+def _rows(config: Config, source: str, ranks: Ranks) -> Compared:
     rows = open_set(config, source, ranks, require_labels=True)
     how = replace(how_to_measure(config, ranks.device), generate=False, metrics=None)
     return replace(rows, max_rows=min(ROWS, rows.max_rows or ROWS)), how

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -108,33 +108,53 @@ def prepare_run(
     optimizer = build_optimizer(wrapped.model, loaded.family, config)
     scaler = torch.amp.GradScaler("cuda") if precision == "fp16" and wrapped.encoder is None else None
     trainer = Trainer(wrapped, optimizer, ranks, config.optim.clip, scaler)
-    costs = read_costs(
-        read_config(base),
-        scored=config.task == "rerank",
-        trainable=config.trainable,
-        checkpoint=config.train.checkpoint_activations,
-    )
-    plan = StepPlan(
-        corpus=corpus,
-        epochs=epochs,
-        negatives=config.data.negatives,
-        micro_batch_tokens=resolve_micro_batch_tokens(chosen, ranks.device.type),
-        rank=wrapped.data_rank,
-        ranks=wrapped.data_ranks,
-        least=2 * wrapped.layout.pp if wrapped.layout.pp > 1 else 1,
-        pictures=wrapped.pictures,
-        encoders=wrapped.layout.vision_ranks,
-        curriculum=plan_curriculum(config.curriculum, corpus.renderers[0].processor, derived.steps),
-        cuts=cutting(config.loss, vision_ranks=wrapped.layout.vision_ranks),
-        lowered=lowered,
-        costs=costs.without_pictures() if config.train.features == "precompute" else costs,
-    )
+    plan = _step_plan(chosen, read_config(base), corpus, epochs, wrapped, ranks.device, derived.steps, lowered)
     run = Run(
         config, ranks, folder, run_log, plan, eval_sets, derived, loaded, wrapped, trainer, origin, journal, outlook
     )
     _describe(run, first=resumed.step + 1 if resumed else 1)
     prepare_features(config, wrapped, ranks, plan, eval_sets, run_log.say)
     return run
+
+
+def _step_plan(
+    chosen: Config,
+    shape: Mapping[str, Any],
+    corpus: Corpus,
+    epochs: EpochPlan,
+    wrapped: Wrapped,
+    device: torch.device,
+    steps: int,
+    lowered: tuple[tuple[int, int], ...],
+) -> StepPlan:
+    """Which rows every rank works on in every step.
+
+    Args:
+        shape: config.json of the base.
+        lowered: as in `StepPlan`.
+    """
+    costs = read_costs(
+        shape,
+        scored=chosen.task == "rerank",
+        trainable=chosen.trainable,
+        checkpoint=chosen.train.checkpoint_activations,
+    )
+    layout = wrapped.layout
+    return StepPlan(
+        corpus=corpus,
+        epochs=epochs,
+        negatives=chosen.data.negatives,
+        micro_batch_tokens=resolve_micro_batch_tokens(chosen, device.type),
+        rank=wrapped.data_rank,
+        ranks=wrapped.data_ranks,
+        least=2 * layout.pp if layout.pp > 1 else 1,
+        pictures=wrapped.pictures,
+        encoders=layout.vision_ranks,
+        curriculum=plan_curriculum(chosen.curriculum, corpus.renderers[0].processor, steps),
+        cuts=cutting(chosen.loss, vision_ranks=layout.vision_ranks),
+        lowered=lowered,
+        costs=costs.without_pictures() if chosen.train.features == "precompute" else costs,
+    )
 
 
 def choose_settings(config: Config, device: torch.device, journal: Journal, most: int | None = None) -> Config:
