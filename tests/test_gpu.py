@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
 import runs
 import torch
+from processes import Running
 
 from litchi.dist import start_ranks, stop_ranks
+from litchi.parallel.launch import RunningRanks
 
 pytestmark = pytest.mark.needs_gpu
 
@@ -34,3 +37,19 @@ def test_training_on_a_gpu_follows_the_cpu(tmp_path, precision, tolerance):
         stop_ranks()
     assert cpu[0] > 0
     assert gpu == pytest.approx(cpu, rel=tolerance)
+
+
+def score_in_a_copy(rows, out):
+    """A launcher's only rank scores rows; it says on what."""
+    torch.cuda.device_count()  # as the command line asks for it
+    with RunningRanks() as ranks:
+        ranks.fork(["score", "builtin:tiny", "--data", rows, "--out", out], 1)
+        ranks.start({**os.environ, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})
+        print("ended", ranks.wait(), flush=True)
+
+
+def test_a_copy_of_the_launcher_uses_the_gpu(tmp_path):
+    """Needs a GPU: nothing the launcher has asked the driver keeps its ranks from it."""
+    rows, out = runs.rerank_rows(tmp_path, 2), tmp_path / "scores.jsonl"
+    ended = Running(score_in_a_copy, (str(rows), str(out)), tmp_path / "log", {}).end()
+    assert ended.out.splitlines()[-1] == "ended None" and len(runs.read_rows(out)) == 6, ended.err
