@@ -3,7 +3,7 @@
     serve run litchi.serve.ray_serve:build target=runs/NAME replicas=4 gpus=1
 
 A replica has its engine in a process of its own, as `litchi serve` has, and answers the same API under the same limits;
-Ray spreads requests over replicas, starts them again, and adds some under load. Needs `pip install 'litchi[serve,ray]'`.
+Ray spreads requests over replicas, starts them again, and adds some under load (`pip install 'litchi[serve,ray]'`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def build(args: Mapping[str, str]) -> Any:
     try:
         from ray import serve
     except ImportError as error:
-        raise MachineError("Ray Serve", why=str(error), remedy="pip install 'litchi[serve,ray]', on every machine") from None
+        remedy = "pip install 'litchi[serve,ray]', on every machine"
+        raise MachineError("Ray Serve", why=str(error), remedy=remedy) from None
     deployment = serve.deployment(
         name="litchi", max_ongoing_requests=64, max_queued_requests=256, graceful_shutdown_timeout_s=60, **share(args)
     )
