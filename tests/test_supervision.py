@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -15,6 +17,7 @@ from runs import read_rows, rerank_rows
 
 from litchi import __version__
 from litchi.errors import RestartError, StoppedError
+from litchi.parallel import launch
 from litchi.parallel.launch import Budget, Ended, RunningRanks
 from litchi.scale import chaos
 from litchi.train.checkpoint import list_checkpoints
@@ -70,6 +73,22 @@ def test_copies_that_wait_end_with_the_launcher(tmp_path):
 def test_copies_run_the_command_line(tmp_path, threads):
     ended = Running(copy_and_wait, (threads,), tmp_path, {}).end()
     assert ended.status == 0 and ended.out.splitlines()[1:] == [*[f"litchi {__version__}"] * 2, "ended None"]
+
+
+def show(name, value):
+    os.environ[name] = value
+    before = dict(os.environ)
+    launch._show_environment({name: value, **os.environ})
+    assert dict(os.environ) == before and subprocess.check_output(["printenv", name], text=True).strip() == value
+    print(Path("/proc/self/environ").read_bytes().split(b"\0")[0].decode(), psutil.Process().environ()[name])
+
+
+def test_others_see_which_rank_a_copy_is(tmp_path):
+    ended = Running(show, ("RANK", "7"), tmp_path, {}).end()
+    assert (ended.status, ended.out) == (0, "RANK=7 7\n"), ended.err
+    assert Running(show, ("RANK", "7" * 100_000), tmp_path / "long", {}).end().status != 0, (
+        "it does not fit, and is not cut"
+    )
 
 
 # ------------------------------------------------------------------------------------------------- two ranks, whole

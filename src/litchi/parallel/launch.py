@@ -8,6 +8,7 @@ launcher: what takes seconds to import is imported once, also for ranks that sta
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -160,7 +162,9 @@ class RunningRanks:
                 os._exit(1)
             if anew or (gpus and torch.cuda._is_in_bad_fork()):
                 os.execve(sys.executable, [sys.executable, "-m", "litchi", *arguments], env)
+            own = {name: value for name, value in env.items() if os.environ.get(name) != value}
             os.environ.update(env)
+            _show_environment({**own, **env})
             if threads := env.get("OMP_NUM_THREADS"):  # which libraries have read already
                 torch.set_num_threads(int(threads))
             sys.argv[1:] = arguments
@@ -245,6 +249,28 @@ def _be_no_launcher(mask: Iterable[int]) -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has told it to
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _show_environment(env: Mapping[str, str]) -> None:
+    """Let others see what environment this copy has (`ps e`, /proc/PID/environ), by which ranks are told apart.
+
+    They see the block of memory a program was started with, which nothing else reads once all is in `os.environ`.
+
+    Args:
+        env: what matters most first: the block has the size of the launcher's.
+    """
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return
+    begin, end = int(fields[47]), int(fields[48])  # env_start and env_end, of proc(5)
+    text = b""
+    for name, value in env.items():
+        word = os.fsencode(f"{name}={value}") + b"\0"
+        if len(text) + len(word) <= end - begin:
+            text += word
+    if text:
+        ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
 
 
 class Told:
