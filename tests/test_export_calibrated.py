@@ -16,7 +16,8 @@ from litchi.data.jsonl import guess_task
 from litchi.errors import MachineError, UsageError
 from litchi.model.compressed import find_packed, unpack
 from litchi.model.family import part
-from litchi.train.export_calibrated import METHODS, check_compressor, write_samples
+from litchi.train.export_calibrated import check_compressor, write_samples
+from litchi.train.export_quant import CALIBRATED
 from litchi.train.export_target import export_target
 from litchi.train.measure import open_set, prepare
 from litchi.train.target import open_target
@@ -96,7 +97,7 @@ def test_samples_of_chat_hold_their_pictures(room, ranks, tmp_path):
 
 
 @pytest.mark.skipif(not COMPRESSOR, reason="LITCHI_COMPRESSOR names no Python with llmcompressor")
-@pytest.mark.parametrize("form", METHODS)
+@pytest.mark.parametrize("form", CALIBRATED)
 def test_rounded_by_what_layers_are_given(form, run, room, data, ranks):
     """Near to the trained scores, GPTQ nearer than rounding to the nearest; only language linears are packed."""
     plain = export_target(str(run), room / f"int4-{form}", (), ranks, form="int4", limit=1.0)

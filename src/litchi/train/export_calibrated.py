@@ -24,9 +24,8 @@ from litchi.dist import Ranks
 from litchi.errors import MachineError, UsageError, UserError
 from litchi.evaluate.run import EvalSet
 from litchi.parallel.apply import Wrapped
-from litchi.train.export_quant import LEFT_ALONE
+from litchi.train.export_quant import CALIBRATED, LEFT_ALONE
 
-METHODS = {"int4-gptq": "gptq", "int4-awq": "awq"}
 SAMPLES = 128
 JOB = Path(__file__).with_name("llmcompressor_job.py")
 INSTALL = "Make one: python -m venv compressor; compressor/bin/pip install llmcompressor torchvision pillow"
@@ -85,7 +84,7 @@ def calibrate(folder: Path, samples: Path, *, form: str, group: int, python: str
     """
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".calibrated-") as place:
         out = Path(place) / "out"
-        words: Sequence[str] = (str(folder), str(samples), str(out), METHODS[form], str(group))
+        words: Sequence[str] = (str(folder), str(samples), str(out), CALIBRATED[form], str(group))
         # -I: neither what PYTHONPATH names nor the files beside the job are its modules
         done = subprocess.run(
             [python, "-I", str(JOB), *words], stdout=sys.stderr, env={**os.environ, "HF_HUB_OFFLINE": "1"}

@@ -7,7 +7,7 @@ are: they are small, and what they lose shows most.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -19,7 +19,7 @@ from litchi.model.weights import SCORE
 from litchi.train.export import Form, as_it_is
 
 Format = Literal["merged", "int8", "int4", "int4-gptq", "int4-awq", "nf4", "score", "onnx-vision"]
-FORMATS: tuple[Format, ...] = get_args(Format)
+CALIBRATED = {"int4-gptq": "gptq", "int4-awq": "awq"}  # by these methods
 GROUPS = (128, 64, 32)  # weights that share a scale of int4: what engines have kernels for
 # modules by both layouts of names, that of transformers and the older one of the hub and of vLLM
 LEFT_ALONE = ("lm_head", "language_model.lm_head", r"re:visual\..*", r"re:model\.visual\..*")
@@ -36,7 +36,7 @@ def make_form(form: Format, owner: LitchiModel, yes: str | None) -> Form | None:
     """
     if form == "merged":
         return None
-    if form in ("int4-gptq", "int4-awq"):
+    if form in CALIBRATED:
         return Form(as_it_is, {})
     if form == "score":
         return _score_form(owner, yes)

@@ -23,9 +23,9 @@ from litchi.model.weights import is_adapter_tensor
 from litchi.parallel.apply import Wrapped
 from litchi.train.checkpoint import list_checkpoints
 from litchi.train.export import MANIFEST, export_model, identify_base
-from litchi.train.export_calibrated import METHODS, calibrate, check_compressor, write_samples
+from litchi.train.export_calibrated import calibrate, check_compressor, write_samples
 from litchi.train.export_onnx import export_vision
-from litchi.train.export_quant import Format, find_group, make_form
+from litchi.train.export_quant import CALIBRATED, Format, find_group, make_form
 from litchi.train.export_readme import write_readme
 from litchi.train.measure import open_set
 from litchi.train.parity import ROWS, Given, compare, format_table, look, refuse_lost, weight_bytes
@@ -65,7 +65,7 @@ def export_target(
     target = _find_trained(name)
     if form == "onnx-vision":
         return _export_vision(target, out, overrides, ranks)
-    python = check_compressor(form, compressor, ranks) if form in METHODS else None
+    python = check_compressor(form, compressor, ranks) if form in CALIBRATED else None
     source = data or _own_rows(target, ("eval", "train"))
     if source is None and form != "merged":
         raise UsageError(
